@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+
+# Tests boot an emulated machine with two NUMA nodes; these Debian packages bring it.
+GUEST_PACKAGES := qemu-system-x86 linux-image-amd64 busybox-static cpio kmod
+
+.PHONY: demo test unit lint format build venv guest-packages clean
+
+demo: venv
+	$(BIN)/numarun --nproc-per-socket 2 examples/prefill.py
+
+test: venv guest-packages
+	$(BIN)/python -m pytest
+
+unit: venv
+	$(BIN)/python -m pytest tests/unit
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror numadist/csrc/*.cpp numadist/csrc/*.h tests/native/*.cpp
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i numadist/csrc/*.cpp numadist/csrc/*.h tests/native/*.cpp
+
+build: venv
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
+venv: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard numadist/csrc/*)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,dev]'
+	touch $@
+
+# Without root or apt the guest tests skip and say what is missing.
+guest-packages:
+	@command -v qemu-system-x86_64 >/dev/null && ls /boot/vmlinuz-* >/dev/null 2>&1 \
+	  && command -v busybox >/dev/null && command -v cpio >/dev/null \
+	  || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq \
+	       && apt-get install -y -qq --no-install-recommends $(GUEST_PACKAGES) >/dev/null; } \
+	  || echo "guest tests will skip: install $(GUEST_PACKAGES)"
+
+clean:
+	rm -rf $(VENV) build *.egg-info numadist/_core.so

@@ -1,0 +1,70 @@
+"""Every NUMADIST_* variable: one row a knob, and the only place that reads them.
+
+Order of precedence everywhere: argument, then NUMADIST_*, then the default in this table.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from numadist.errors import ConfigError
+
+PREFIX = "NUMADIST_"
+
+
+def knob(name: str, default: Any, doc: str) -> Any:
+    """One row of the table: environment name, default, one sentence for docs/env.md."""
+    return field(default=default, metadata={"name": name, "doc": doc})
+
+
+@dataclass(frozen=True)
+class Config:
+    """The values of all knobs; `config()` reads them once per process."""
+
+    # Set by numarun for its ranks.
+    job_id: str = knob("NUMADIST_JOB_ID", "", "Random id of the job; set by numarun.")
+    nodes: str = knob("NUMADIST_NODES", "", "Memory nodes of this rank, e.g. `0` or `0,2`; set by numarun.")
+    node_map: str = knob("NUMADIST_NODE_MAP", "", "Memory nodes of all ranks, e.g. `0|8`; set by numarun.")
+    cpus: str = knob("NUMADIST_CPUS", "", "CPUs of this rank, e.g. `0-7`; set by numarun.")
+
+    # Collectives.
+    spin_us: int = knob("NUMADIST_SPIN_US", 50, "Spin this long for a peer, then yield, then sleep on a futex.")
+
+    # Diagnosis.
+    sysfs: str = knob("NUMADIST_SYSFS", "", "Read the topology below this root instead of `/` (tests).")
+
+
+def rows() -> list[tuple[str, str, Any, str]]:
+    """(environment name, type name, default, sentence) of every knob, in table order."""
+    return [(f.metadata["name"], f.type.__name__, f.default, f.metadata["doc"]) for f in fields(Config)]  # type: ignore[union-attr]
+
+
+def load(environ: Mapping[str, str]) -> Config:
+    """Config from an environment. Raises: ConfigError for an unknown name or a value of the wrong type."""
+    known = {f.metadata["name"]: f for f in fields(Config)}
+    values: dict[str, Any] = {}
+    for name, text in environ.items():
+        if not name.startswith(PREFIX):
+            continue
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"unknown variable {name}; did you mean {near}? All names: docs/env.md")
+        row = known[name]
+        try:
+            values[row.name] = row.type(text)  # type: ignore[operator]
+        except ValueError:
+            raise ConfigError(f"{name} must be {row.type.__name__}, got {text!r}") from None  # type: ignore[union-attr]
+    return Config(**values)
+
+
+_config: Config | None = None
+
+
+def config() -> Config:
+    """The process's configuration, read from the environment on first use."""
+    global _config
+    if _config is None:
+        _config = load(os.environ)
+    return _config

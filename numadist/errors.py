@@ -1,0 +1,45 @@
+"""Every exception numadist raises to a user, one tree."""
+
+
+class NumadistError(Exception):
+    """Base of all numadist errors: `except NumadistError` catches whatever we raise on purpose."""
+
+
+class ConfigError(NumadistError):
+    """A NUMADIST_* variable or an option has an unknown name or an impossible value."""
+
+
+class TopologyError(NumadistError):
+    """The machine description cannot be read or contradicts itself."""
+
+
+class BindError(NumadistError):
+    """CPUs or memory could not be bound as asked; the message says what the kernel kept."""
+
+
+class PlacementError(NumadistError):
+    """The asked ranks do not fit the machine, or pages are not where they must be."""
+
+
+class ShardError(NumadistError):
+    """A model cannot be captured, planned or loaded for this number of ranks."""
+
+
+class CommError(NumadistError):
+    """Base of what a collective may raise. After one of these the group is unusable."""
+
+
+class CollectiveTimeout(CommError):
+    """A peer is alive but did not arrive before the deadline."""
+
+
+class CollectiveMismatch(CommError):
+    """Ranks called different operations, sizes, dtypes or roots; both sides are named."""
+
+
+class PeerLost(CommError):
+    """A peer process of the group died."""
+
+
+class NativeError(NumadistError):
+    """The native core is missing, has another ABI, or a system call failed unexpectedly."""
