@@ -1,0 +1,21 @@
+// The reduction kernels by ISA, dtype and reduction.
+#ifndef ND_KERNELS_H
+#define ND_KERNELS_H
+
+#include "nd_core.h"
+
+namespace nd {
+
+// dst[k] = srcs[0][k] op srcs[1][k] op ...
+using Kernel = void (*)(void* dst, const void* const* srcs, int num_srcs, size_t count);
+
+// The best kernel of this CPU, or nullptr for a combination that has no meaning (BAND of floats, AVG of
+// integers).
+Kernel best_kernel(int dtype, int op);
+
+// Bytes of one element, 0 for an unknown dtype.
+size_t element_bytes(int dtype);
+
+}  // namespace nd
+
+#endif

@@ -1,0 +1,199 @@
+/* The native core of numadist: the whole interface, and its manual.
+ *
+ * Plain C: no torch, no Python. Every function returns 0 or a negative errno and never prints, throws or
+ * aborts. Change a signature or a shared layout: bump ND_ABI_VERSION; numadist/_native.py checks it.
+ *
+ * A group is a memfd mapped by `world` ranks (processes, or threads in the tests). Life of one:
+ *   nd_segment_create (rank 0) -> every rank nd_group_open(fd) -> nd_group_connect -> collectives ->
+ * nd_group_close The fd may be closed once nd_group_connect returned on every rank. Handles only: a process
+ * may hold many groups.
+ *
+ * Collectives are called by all ranks in the same order with the same arguments. A call that differs is
+ * -EPROTO on every rank. A failed group stays failed: each later call returns the same code, nd_group_report
+ * says why. -ETIMEDOUT   a living peer did not come before the deadline -EOWNERDEAD  a peer process died
+ *   -EPROTO      ranks called different operations, sizes, dtypes or roots
+ *   -ECANCELED   the group was aborted by nd_group_abort
+ *   -ECHILD      the handle was used in a fork of its process
+ *   -EOPNOTSUPP  no kernel for this dtype and reduction; the group stays usable
+ * Calls on one group from several threads take turns.
+ */
+#ifndef ND_CORE_H
+#define ND_CORE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define ND_ABI_VERSION 1
+#define ND_API __attribute__((visibility("default")))
+#define ND_MAX_WORLD 512
+#define ND_NODE_WORDS 16 /* a set of memory nodes: 1024 bits */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+ND_API int nd_abi_version(void);
+
+/* ---- memory
+ * -------------------------------------------------------------------------------------------------- */
+
+/* Private anonymous zero memory, page aligned; *out is unmapped with nd_unmap. */
+ND_API int nd_map(size_t bytes, void** out);
+ND_API int nd_unmap(void* addr, size_t bytes);
+
+/* mbind(MPOL_BIND) the pages of [addr, addr+bytes) to a set of nodes, before they are touched. */
+ND_API int nd_bind(void* addr, size_t bytes, const uint64_t nodes[ND_NODE_WORDS]);
+
+/* The set the kernel keeps for the page of addr (it drops unusable nodes in silence); empty without a policy.
+ */
+ND_API int nd_bound_nodes(const void* addr, uint64_t nodes[ND_NODE_WORDS]);
+
+/* Ask for huge pages; -EINVAL where the kernel has none. */
+ND_API int nd_advise_huge(void* addr, size_t bytes);
+
+/* Fault in every page of a writable range for writing, keeping its contents. */
+ND_API int nd_touch(void* addr, size_t bytes);
+
+/* nodes[i] = node of page i of the range (base pages), or a negative errno: -ENOENT is a page not yet
+ * touched. */
+ND_API int nd_page_nodes(const void* addr, size_t bytes, int32_t* nodes);
+
+/* ---- reductions
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef enum NdDtype {
+  ND_F32 = 0,
+  ND_F64,
+  ND_F16,
+  ND_BF16,
+  ND_I8,
+  ND_U8,
+  ND_I16,
+  ND_U16,
+  ND_I32,
+  ND_U32,
+  ND_I64,
+  ND_U64,
+  ND_BOOL, /* one byte, 0 or 1: SUM and MAX are "or", PROD and MIN are "and" */
+  ND_NUM_DTYPES
+} NdDtype;
+
+/* 16-bit floats are accumulated in f32 and rounded once. MIN and MAX carry a NaN on. AVG is for floats only.
+ */
+typedef enum NdOp { ND_SUM = 0, ND_AVG, ND_PROD, ND_MIN, ND_MAX, ND_BAND, ND_BOR, ND_BXOR, ND_NUM_OPS } NdOp;
+
+/* Name of ISA variant i, best first, or NULL past the last one this CPU runs; the last is always "portable".
+ */
+ND_API const char* nd_isa_name(int i);
+
+/* dst[k] = srcs[0][k] op srcs[1][k] op ... in this order; dst may be one of srcs. isa: index for nd_isa_name.
+ */
+ND_API int nd_reduce_local(int isa, void* dst, const void* const* srcs, int num_srcs, size_t count, int dtype,
+                           int op);
+
+/* ---- groups
+ * -------------------------------------------------------------------------------------------------- */
+
+typedef struct NdGroup NdGroup;
+
+/* Written to the segment by its creator, so ranks cannot disagree. */
+typedef struct NdTuning {
+  uint64_t one_shot_bytes; /* all_reduce of more than two ranks: up to here one-shot, above
+                              reduce-scatter+gather */
+} NdTuning;
+
+/* Own to each rank. */
+typedef struct NdOptions {
+  uint64_t timeout_ns; /* of one call */
+  uint64_t spin_ns;    /* spin this long for a peer, then yield, then sleep on a futex */
+} NdOptions;
+
+/* One call, as it stands in the flag line of its rank and in reports. */
+typedef struct NdCall {
+  uint8_t coll; /* NdColl */
+  uint8_t op;
+  uint8_t dtype;
+  uint8_t reserved;
+  int32_t root; /* -1: none */
+  uint64_t
+      bytes; /* of one rank's contribution; for all_to_all 0, its sizes are compared in the call itself */
+} NdCall;
+
+typedef enum NdColl {
+  ND_BARRIER = 1,
+  ND_ALL_REDUCE,
+  ND_ALL_GATHER,
+  ND_REDUCE_SCATTER,
+  ND_BROADCAST,
+  ND_SCATTER,
+  ND_GATHER,
+  ND_REDUCE,
+  ND_ALL_TO_ALL,
+  ND_CONNECT
+} NdColl;
+
+/* Why a group failed. */
+typedef struct NdReport {
+  int32_t code;     /* as returned */
+  int32_t reporter; /* the rank that saw it first */
+  int32_t peer;     /* the rank that was late, dead or different */
+  int32_t peer_pid;
+  uint64_t seq; /* number of the collective in its group, from 1 */
+  NdCall mine;  /* the reporter's call */
+  NdCall theirs;
+} NdReport;
+
+typedef struct NdStats {
+  uint64_t num_calls;
+  uint64_t total_ns;
+  uint64_t wait_ns; /* of total_ns: waiting for peers */
+} NdStats;
+
+/* A sealed memfd for `world` ranks. node_masks: world sets of nodes for each rank's part, or NULL for no
+ * binding. nonce: any number both sides know; nd_group_open compares it. */
+ND_API int nd_segment_create(int world, uint64_t nonce, const NdTuning* tuning, const uint64_t* node_masks,
+                             int* fd);
+ND_API size_t nd_segment_bytes(int world);
+
+ND_API int nd_group_open(int fd, int rank, int world, uint64_t nonce, const NdOptions* options,
+                         NdGroup** out);
+/* Wait until every rank has opened; from here on peers are watched. */
+ND_API int nd_group_connect(NdGroup* group);
+/* Release everything; NULL is allowed. Peers that still wait for this rank see -EOWNERDEAD. */
+ND_API int nd_group_close(NdGroup* group);
+ND_API int nd_group_set_timeout(NdGroup* group, uint64_t timeout_ns);
+/* Make every rank's running and later calls return -ECANCELED; may be called from another thread. */
+ND_API int nd_group_abort(NdGroup* group);
+ND_API int nd_group_report(NdGroup* group, NdReport* out);
+/* state[r]: 1 arrived at the collective of the report, 0 not arrived but alive, -1 dead or gone. */
+ND_API int nd_group_peers(NdGroup* group, int8_t* state);
+ND_API int nd_group_stats(NdGroup* group, int reset, NdStats* out);
+
+/* ---- collectives: what each rank passes and gets
+ * --------------------------------------------------------------- in and out may be equal, not partly
+ * overlapping. Elements are aligned to their size. Sums are taken in rank order on every rank, so all ranks
+ * get the same bits. */
+
+ND_API int nd_barrier(NdGroup* group);
+ND_API int nd_all_reduce(NdGroup* group, const void* in, void* out, size_t count, int dtype, int op);
+/* Those that only move bytes take any number below 256 as dtype, just to compare it between ranks. */
+/* outs[r] gets rank r's `bytes`. */
+ND_API int nd_all_gather(NdGroup* group, const void* in, void* const* outs, size_t bytes, int dtype);
+/* out = reduction over ranks of their ins[my rank]. */
+ND_API int nd_reduce_scatter(NdGroup* group, const void* const* ins, void* out, size_t count, int dtype,
+                             int op);
+ND_API int nd_broadcast(NdGroup* group, void* buf, size_t bytes, int dtype, int root);
+/* ins is read on the root only. */
+ND_API int nd_scatter(NdGroup* group, const void* const* ins, void* out, size_t bytes, int dtype, int root);
+/* outs is read on the root only. */
+ND_API int nd_gather(NdGroup* group, const void* in, void* const* outs, size_t bytes, int dtype, int root);
+/* out is written on the root only. */
+ND_API int nd_reduce(NdGroup* group, const void* in, void* out, size_t count, int dtype, int op, int root);
+/* Sizes in bytes, any of them 0. A size that its peer does not expect is -EPROTO. */
+ND_API int nd_all_to_all(NdGroup* group, const void* const* ins, const size_t* in_bytes, void* const* outs,
+                         const size_t* out_bytes, int dtype);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,141 @@
+// The shared segment and how ranks wait for each other in it.
+#ifndef ND_SYNC_H
+#define ND_SYNC_H
+
+#include <atomic>
+#include <mutex>
+
+#include "nd_core.h"
+
+namespace nd {
+
+constexpr uint64_t kMagic = 0x6e756d6164697374;  // "numadist"
+constexpr size_t kPage = 4096;
+// One flag a line; 128 B because x86 prefetches lines in pairs and some Arm lines are 128 B.
+constexpr size_t kLine = 128;
+constexpr size_t kSlotBytes = 64 * 1024;
+// Events of a rank use its slots in turn. 8 is the next power of two above 6, see "Slots" below.
+constexpr size_t kNumSlots = 8;
+
+// Slots. An event is one publication of a rank: "my slot (seq % kNumSlots) is ready". No rank writes event e
+// while a peer may still read event e - kNumSlots of it, without any acknowledgement:
+//  - a rank enters a collective only after it finished the one before, and it cannot finish a collective
+//  before every
+//    peer has entered it. So on entry, peers may still read at most my last two events.
+//  - inside a collective at most two events are published ahead of the oldest event some peer may still read,
+//  in the
+//    reduce-scatter + gather pipeline five (its comment in collectives.cpp counts them).
+// Swap slots (two ranks only): slot [pair][i] lies in the part of rank i. Who reads a slot is the next to
+// write it, so it needs no acknowledgement either, and each line crosses between the caches once per
+// operation.
+
+struct CallWords {
+  std::atomic<uint64_t> what;
+  std::atomic<uint64_t> bytes;
+};
+
+// Written by its rank alone. seq counts the rank's events since the group began and is never reset; call[n &
+// 1] is the rank's n-th collective. Two entries do: a rank can be at most one collective ahead of a peer.
+struct alignas(kLine) Flag {
+  std::atomic<uint64_t> seq;
+  CallWords call[2];
+};
+
+struct alignas(kLine) Sleepers {
+  std::atomic<uint32_t> count;
+};
+
+enum State : uint32_t { kEmpty = 0, kOpened = 1, kClosed = 2 };
+
+struct alignas(kLine) Identity {
+  std::atomic<uint32_t> state;
+  int32_t pid;
+  uint64_t start_time;  // of the process, so that a reused pid is not taken for the peer
+  uint64_t cpus[16];    // affinity mask
+};
+
+struct Control {
+  Flag flag;
+  Sleepers sleepers;
+  Identity identity;
+};
+static_assert(sizeof(Control) <= kPage, "control must fit its page");
+
+struct Part {
+  alignas(kPage) Control control;
+  alignas(kPage) char slots[kNumSlots][kSlotBytes];
+  char swap[2][kSlotBytes];  // [pair]
+};
+
+enum Abort : uint32_t { kRunning = 0, kWriting = 1, kAborted = 2 };
+
+struct alignas(kPage) Header {
+  uint64_t magic;
+  uint32_t abi_version;
+  int32_t world;
+  uint64_t nonce;
+  NdTuning tuning;
+  alignas(kLine) std::atomic<uint32_t> abort;  // Abort; report is valid once it is kAborted
+  NdReport report;
+};
+
+}  // namespace nd
+
+// One rank's handle. Lives in its own mapping that a fork sees as zeros, so `magic` tells a forked copy.
+struct NdGroup {
+  uint64_t magic;
+  nd::Header* header;
+  nd::Part* parts;
+  size_t bytes;
+  int rank;
+  int world;
+  NdOptions options;
+  std::mutex* mutex;
+  int* pidfds;           // -1: this very process, or not connected yet
+  uint64_t seq;          // events I published
+  uint64_t num_swaps;    // chunks that went through swap slots
+  uint64_t num_colls;    // collectives entered; names the collective in reports
+  uint64_t deadline_ns;  // of the running collective
+  NdCall call;           // the running collective
+  int failed;            // sticky code
+  NdReport report;
+  int8_t* peer_state;  // of the report
+  NdStats stats;
+};
+
+namespace nd {
+
+uint64_t now_ns();
+
+// Publish this rank's next event; everything written before it is visible to who sees it.
+void wake_sleepers(NdGroup& g);
+inline void publish(NdGroup& g) {
+  Control& mine = g.parts[g.rank].control;
+  // release: peers that acquire this value see the slot and the call words.
+  mine.flag.seq.store(++g.seq, std::memory_order_release);
+  // relaxed, and not ordered after the store: a sleeper missed here wakes by its own time limit.
+  if (mine.sleepers.count.load(std::memory_order_relaxed) != 0) wake_sleepers(g);
+}
+
+int wait_event_slow(NdGroup& g, int peer, uint64_t seq);
+inline int wait_event(NdGroup& g, int peer, uint64_t seq) {
+  // acquire: pairs with the release in publish.
+  if (g.parts[peer].control.flag.seq.load(std::memory_order_acquire) >= seq) return 0;
+  return wait_event_slow(g, peer, seq);
+}
+
+// Wait for the first event of the running collective of a peer and compare its call with ours.
+int meet(NdGroup& g, int peer, uint64_t seq);
+
+// Another rank failed first: take over its report; returns its code.
+int adopt_abort(NdGroup& g);
+
+// Make the group fail on every rank; returns the code.
+int fail(NdGroup& g, int code, int peer, const NdCall& theirs);
+
+// The slot of the event that makes a rank's counter `seq`.
+inline char* slot_of(NdGroup& g, int rank, uint64_t seq) { return g.parts[rank].slots[seq % kNumSlots]; }
+
+}  // namespace nd
+
+#endif

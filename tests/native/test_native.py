@@ -1,0 +1,59 @@
+"""The C++ tests of the core, built with each sanitizer: ranks are threads, so TSAN sees every shared word."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parents[1] / "numadist" / "csrc"
+
+SANITIZERS = {
+    "plain": ["-O2"],
+    "asan": ["-O1", "-fsanitize=address"],
+    "ubsan": ["-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all"],
+    "tsan": ["-O1", "-fsanitize=thread"],
+}
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to build the native tests"),
+]
+
+
+@pytest.fixture(scope="module", params=SANITIZERS)
+def build(request, tmp_path_factory):
+    """build(name) -> path of tests/native/<name>.cpp compiled together with the core."""
+    folder = tmp_path_factory.mktemp(request.param)
+    flags = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing", "-pthread"]
+    flags += [*SANITIZERS[request.param], f"-I{CSRC}"]
+    objects = [folder / f"{source.stem}.o" for source in sorted(CSRC.glob("*.cpp"))]
+    jobs = [
+        subprocess.Popen(["g++", *flags, "-c", str(CSRC / f"{o.stem}.cpp"), "-o", str(o)]) for o in objects
+    ]
+    assert [job.wait() for job in jobs] == [0] * len(jobs), f"the core does not build with {flags}"
+
+    def build_test(name: str) -> Path:
+        program = folder / name
+        command = ["g++", *flags, str(HERE / f"{name}.cpp"), *map(str, objects), "-o", str(program)]
+        subprocess.run(command, check=True)
+        return program
+
+    return build_test
+
+
+def run(program: Path, *arguments: object) -> str:
+    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"{program.name} {arguments}: exit {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def test_random_collectives_give_what_the_ranks_put_in(build):
+    program = build("test_collectives")
+    for world, rounds in ((1, 50), (2, 600), (3, 300), (4, 150), (7, 30)):
+        assert f"{world} ranks" in run(program, world, rounds, 20260 + world)
+
+
+def test_faults_are_errors_on_every_rank(build):
+    assert "ok" in run(build("test_faults"))
