@@ -1,0 +1,142 @@
+"""numarun: start one pinned, memory-bound rank per NUMA node."""
+
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from numadist import config
+from numadist.errors import ConfigError, NumadistError, PlacementError, TopologyError
+from numadist.launch import store
+from numadist.launch.environment import Job
+from numadist.launch.options import Options, UsageError, parse
+from numadist.launch.place import Plan, place
+from numadist.launch.preflight import preflight_warnings
+from numadist.launch.report import plan_lines, say, warn
+from numadist.launch.spawn import EXIT_CANNOT_EXECUTE, EXIT_LAUNCHER_FAILED, EXIT_NOT_FOUND
+from numadist.launch.supervise import Supervisor
+from numadist.topology.machine import Machine
+from numadist.topology.render import render
+from numadist.topology.sysfs import read_machine
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `numarun`; returns the exit code."""
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except UsageError as error:
+        say(f"error: {error}")
+        return error.exit_code
+    except (PlacementError, TopologyError, ConfigError) as error:
+        say(f"error: {error}")
+        return 2
+    except NumadistError as error:
+        say(f"error: {error}")
+        return EXIT_LAUNCHER_FAILED
+
+
+def _main(argv: Sequence[str]) -> int:
+    if not sys.platform.startswith("linux"):
+        raise UsageError(f"numarun needs Linux (found {os.uname().sysname})")
+    options = _with_environment(parse(argv))
+    root = options.sysfs or "/"
+    machine = read_machine(root, options.allowed_cpus, options.allowed_mems)
+    if options.topology:
+        print(json.dumps(machine.to_dict(), indent=2) if options.json else render(machine))
+        return 0
+    if not options.dry_run and not options.command:
+        raise UsageError("no script given (numarun [options] script.py [args]; see --help)")
+    plan = place(machine, options.request)
+    plan = replace(plan, warnings=(*plan.warnings, *preflight_warnings(machine, plan, root)))
+    if options.dry_run and options.json:
+        print(json.dumps(plan.to_dict(machine)))
+        return 0
+    if options.dry_run:
+        _show_plan(machine, plan, options, print)
+        return 0
+    if options.quiet:
+        for text in plan.warnings:
+            warn(text)
+    else:
+        _show_plan(machine, plan, options, say)
+    return _run(options, plan)
+
+
+def _with_environment(options: Options) -> Options:
+    """Fold in what variables decide where no option does: OMP_NUM_THREADS and NUMADIST_SYSFS."""
+    root = options.sysfs or config.config().sysfs or None
+    if root and not (options.dry_run or options.topology):
+        raise UsageError("--sysfs is only for --dry-run and --topology: ranks run on the live machine")
+    request = options.request
+    inherited = os.environ.get("OMP_NUM_THREADS", "")
+    if request.omp_threads is None and not options.omp_auto and inherited.isdecimal() and int(inherited):
+        request = replace(request, omp_threads=int(inherited))
+    return replace(options, request=request, sysfs=root)
+
+
+def _show_plan(machine: Machine, plan: Plan, options: Options, show: Callable[[str], None]) -> None:
+    """Placement through `show` (stdout where it is the result, stderr before a run); warnings to stderr."""
+    request = options.request
+    where = {"numa": "NUMA node", "socket": "socket", "node": "machine"}[request.per]
+    how = "CPUs as given" if request.cpus is not None else f"{request.count} per {where}"
+    for line in plan_lines(machine, plan, how):
+        show(line)
+    if options.verbose:
+        for line in render(machine).splitlines():
+            show(line)
+    for note in machine.notes:
+        say(f"note: {note}")
+    for text in plan.warnings:
+        warn(text)
+
+
+def _run(options: Options, plan: Plan) -> int:
+    _open_standard_streams()
+    argv = _command(options)
+    # Other machines' launchers serve no store: machine 0 does, and must be reachable from them.
+    sock = None
+    if options.node_rank == 0:
+        sock = store.listen(options.master_addr, options.master_port, any_interface=options.nnodes > 1)
+    port = sock.getsockname()[1] if sock else options.master_port
+    if options.log_dir:
+        os.makedirs(options.log_dir, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="numarun_") as error_dir:
+        job = Job(secrets.token_hex(8), options.master_addr, port or 0, error_dir)
+        return Supervisor(options, plan, job, sock).run(argv, dict(os.environ))
+
+
+def _open_standard_streams() -> None:
+    """Give closed standard streams a place, so that no pipe of ours gets their numbers."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def _command(options: Options) -> list[str]:
+    """The words to exec. Raises: UsageError when the script or program cannot be run."""
+    name, *arguments = options.command
+    if options.no_python:
+        path = shutil.which(name)
+        if path is None:
+            found = os.path.exists(name)
+            reason = "Permission denied" if found else "No such file or directory"
+            code = EXIT_CANNOT_EXECUTE if found else EXIT_NOT_FOUND
+            raise UsageError(f"cannot execute {name!r}: {reason}", code)
+        return [path, *arguments]
+    # -u as torchrun does: lines appear when they are printed.
+    python = [os.environ.get("PYTHON_EXEC", sys.executable), "-u"]
+    if options.module:
+        return [*python, "-m", name, *arguments]
+    try:
+        os.close(os.open(name, os.O_RDONLY))
+    except OSError as error:
+        raise UsageError(f"cannot open {name!r}: {error.strerror}", EXIT_NOT_FOUND) from None
+    return [*python, name, *arguments]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

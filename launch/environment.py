@@ -1,0 +1,80 @@
+"""The environment of one rank: torchrun's contract, so any torch.distributed script runs, plus ours."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from numadist.launch.options import Options
+from numadist.launch.place import Plan, RankPlacement
+from numadist.topology.cpuset import format_cpu_list
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks of one run share."""
+
+    id: str
+    master_addr: str
+    master_port: int
+    error_dir: str  # `@record` writes each rank's exception there
+
+
+def error_file(job: Job, rank: int, restart: int) -> str:
+    return f"{job.error_dir}/r{rank}.{restart}.json"
+
+
+def rank_environment(
+    inherited: Mapping[str, str],
+    options: Options,
+    plan: Plan,
+    placement: RankPlacement,
+    job: Job,
+    restart: int,
+) -> dict[str, str]:
+    """All variables of one rank; options.env wins over everything."""
+    local_world_size = len(plan.ranks)
+    local_rank = placement.rank
+    rank = options.node_rank * local_world_size + local_rank
+    world_size = options.nnodes * local_world_size
+    environ = {
+        **inherited,
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "GROUP_RANK": options.node_rank,
+        "GROUP_WORLD_SIZE": options.nnodes,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": job.master_addr,
+        "MASTER_PORT": job.master_port,
+        "TORCHELASTIC_RUN_ID": job.id,
+        "TORCHELASTIC_RESTART_COUNT": restart,
+        "TORCHELASTIC_MAX_RESTARTS": options.max_restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # every rank is a client: the launcher serves the store
+        "TORCHELASTIC_ERROR_FILE": error_file(job, rank, restart),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(s.name for s in options.signals),
+        "LOCAL_SIZE": local_world_size,  # DeepSpeed's shared-memory code reads this name
+        "NUMADIST_JOB_ID": job.id,
+        "NUMADIST_NODES": format_cpu_list(placement.mem_nodes),
+        "NUMADIST_NODE_MAP": "|".join(format_cpu_list(p.mem_nodes) for p in plan.ranks),
+        "NUMADIST_CPUS": format_cpu_list(placement.cpus),
+        **_threads(inherited, options, placement),
+        **dict(options.env),
+    }
+    return {name: str(value) for name, value in environ.items()}
+
+
+def _threads(inherited: Mapping[str, str], options: Options, placement: RankPlacement) -> dict[str, object]:
+    """OpenMP variables.
+
+    No places by default: with libgomp, importing torch would leave the main thread and its children one CPU.
+    """
+    found: dict[str, object] = {"OMP_NUM_THREADS": placement.threads}
+    asked = options.omp_auto or options.request.omp_threads is not None
+    if asked or "MKL_NUM_THREADS" not in inherited:
+        found["MKL_NUM_THREADS"] = placement.threads
+    if options.omp_bind == "cores":
+        found["OMP_PROC_BIND"] = "true"
+        found["OMP_PLACES"] = ",".join(f"{{{cpu}}}" for cpu in placement.cpus)
+    return found

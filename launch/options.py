@@ -1,0 +1,285 @@
+"""The command line of numarun: options before the script, everything after it untouched."""
+
+import argparse
+import difflib
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from numadist.binding import POLICIES
+from numadist.errors import NumadistError, TopologyError
+from numadist.launch.place import Request
+from numadist.topology.cpuset import parse_cpu_list
+
+USAGE = """numarun [options] [--] script.py [args]
+       numarun [options] -m pkg.mod [args]
+       numarun [options] --no-python prog [args]
+       numarun --topology [--json]
+       numarun --dry-run [--json] [options] [script.py]"""
+
+RANK_OPTIONS = ("numa", "socket", "node")
+DEFAULT_SIGNALS = "TERM,INT,HUP,QUIT,USR1,USR2"
+
+
+class UsageError(NumadistError):
+    """A command line numarun cannot run. exit_code: 2, or as a shell has it for a missing program."""
+
+    def __init__(self, message: str, exit_code: int = 2):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Options:
+    """A checked command line. command: the script or program and its own arguments."""
+
+    request: Request
+    command: tuple[str, ...]
+    module: bool = False
+    no_python: bool = False
+    dry_run: bool = False
+    topology: bool = False
+    json: bool = False
+    sysfs: str | None = None
+    allowed_cpus: tuple[int, ...] | None = None
+    allowed_mems: tuple[int, ...] | None = None
+    env: tuple[tuple[str, str], ...] = ()
+    omp_auto: bool = False  # `--omp-threads auto` wins over OMP_NUM_THREADS in the environment
+    omp_bind: str = "none"
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    max_restarts: int = 0
+    prefix: str = "auto"
+    ranks: tuple[int, ...] | None = None
+    log_dir: str | None = None
+    quiet: bool = False
+    verbose: bool = False
+    grace_s: float = 5.0
+    signals: tuple[signal.Signals, ...] = ()
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with our errors and a record of which options take a value."""
+
+    def __init__(self) -> None:
+        super().__init__(prog="numarun", usage=USAGE, allow_abbrev=False, description=__doc__)
+        self.takes_value: dict[str, bool] = {}
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see numarun --help")
+
+    def option(self, *names: str, help: str, flag: bool = False, **kwargs: Any) -> None:
+        kwargs.setdefault("action", "store_true" if flag else "store")
+        self.takes_value.update(dict.fromkeys(names, not flag))
+        # argparse reads % in a help text as a format.
+        self.add_argument(*names, help=help.replace("%", "%%"), **kwargs)
+
+
+def _parser() -> _Parser:
+    p = _Parser()
+    p.option("--nproc-per-numa", metavar="K", help="ranks per NUMA node (default 1)")
+    p.option("--nproc-per-socket", metavar="K", help="ranks per socket")
+    p.option("--nproc-per-node", metavar="N", help="ranks on this machine, spread evenly (torchrun's sense)")
+    p.option("--numa-nodes", metavar="LIST", help="use only these NUMA nodes, e.g. 0,2")
+    p.option("--sockets", metavar="LIST", help="use only these sockets")
+    p.option("--cpus", metavar="LISTS", help="CPUs of each rank, e.g. '0-31|32-63'")
+    p.option("--reserve", metavar="N", default="0", help="cores kept free per rank (default 0)")
+    p.option("--smt", flag=True, help="use all hardware threads of a core (default: one)")
+    p.option("--no-smt", flag=True, help="one CPU per core (the default)")
+    p.option(
+        "--cores", choices=("all", "perf"), default="all", help="perf: only the fastest cores of a hybrid CPU"
+    )
+    p.option("--mem", choices=POLICIES, default="bind", help="memory policy of each rank (default bind)")
+    p.option("--strict", flag=True, help="a refused or narrowed binding ends the run with exit code 125")
+    p.option("--omp-threads", metavar="auto|N", help="OMP_NUM_THREADS of each rank (auto: its cores)")
+    p.option(
+        "--omp-bind", choices=("none", "cores"), default="none", help="cores: pin OpenMP threads, one a core"
+    )
+    p.option("--env", metavar="K=V", action="append", default=[], help="set a variable for all ranks")
+    p.option("--nnodes", metavar="N", default="1", help="number of machines (default 1)")
+    p.option("--node-rank", metavar="R", default="0", help="number of this machine")
+    p.option("--master-addr", metavar="HOST", help="machine 0 (default 127.0.0.1)")
+    p.option("--master-port", metavar="PORT", help="rendezvous port (default: one the system chooses)")
+    p.option("--standalone", flag=True, help="accepted for torchrun users; no effect")
+    p.option("--rdzv-backend", metavar="NAME", help="only static, or c10d on one machine")
+    p.option("--rdzv-endpoint", metavar="HOST:PORT", help="as --master-addr and --master-port")
+    p.option("--rdzv-id", metavar="ID", help="accepted for torchrun users; no effect")
+    p.option("--rdzv-conf", metavar="CONF", help="accepted for torchrun users; no effect")
+    p.option("--max-restarts", metavar="N", default="0", help="restart all ranks after a failure (default 0)")
+    p.option("--prefix", choices=("auto", "always", "never"), default="auto", help="[r0] before each line")
+    p.option("--ranks", "--local-ranks-filter", metavar="LIST", help="show only these ranks' output")
+    p.option("--log-dir", metavar="DIR", help="also write r0.out, r0.err, ... there")
+    p.option("--quiet", flag=True, help="no placement lines before the run")
+    p.option("--verbose", flag=True, help="also show the machine and each rank's environment")
+    p.option("--grace", metavar="S", default="5", help="seconds between SIGTERM and SIGKILL (default 5)")
+    p.option(
+        "--signals", metavar="LIST", default=DEFAULT_SIGNALS, help=f"forwarded (default {DEFAULT_SIGNALS})"
+    )
+    p.option("--dry-run", flag=True, help="show the placement and end")
+    p.option("--topology", flag=True, help="show the machine and end")
+    p.option("--json", flag=True, help="JSON for --dry-run and --topology")
+    p.option("--sysfs", metavar="ROOT", help="with --dry-run or --topology: read a recorded machine")
+    p.option("--allowed-cpus", metavar="LIST", help="with --sysfs: CPUs to assume allowed")
+    p.option("--allowed-mems", metavar="LIST", help="with --sysfs: memory nodes to assume allowed")
+    p.option("-m", "--module", flag=True, help="the script is a module name, as python -m")
+    p.option("--no-python", flag=True, help="the script is a program of its own")
+    return p
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Checked options of a command line. Raises: UsageError; exits after --help."""
+    parser = _parser()
+    own, command = _split(argv, parser)
+    known, unknown = parser.parse_known_args(own)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], parser.takes_value, n=1)
+        raise UsageError(
+            f"unknown option {unknown[0]}" + (f"; did you mean {near[0]}?" if near else "; see --help")
+        )
+    values = vars(known)
+    _check_rendezvous(values)
+    request = _request(values)
+    if values["sysfs"] is None and (values["allowed_cpus"] or values["allowed_mems"]):
+        raise UsageError("--allowed-cpus and --allowed-mems need --sysfs; on the live machine use taskset")
+    return Options(
+        request=request,
+        command=tuple(command),
+        **{name: values[name] for name in ("module", "no_python", "dry_run", "topology", "json", "sysfs")},
+        **{name: values[name] for name in ("omp_bind", "prefix", "log_dir", "quiet", "verbose")},
+        allowed_cpus=_number_list("--allowed-cpus", values["allowed_cpus"]),
+        allowed_mems=_number_list("--allowed-mems", values["allowed_mems"]),
+        omp_auto=values["omp_threads"] == "auto",
+        env=tuple(_assignment(text) for text in values["env"]),
+        nnodes=_integer("--nnodes", values["nnodes"], 1),
+        node_rank=_integer("--node-rank", values["node_rank"], 0),
+        master_addr=values["master_addr"] or "127.0.0.1",
+        master_port=None
+        if values["master_port"] is None
+        else _integer("--master-port", values["master_port"], 0),
+        max_restarts=_integer("--max-restarts", values["max_restarts"], 0),
+        ranks=_number_list("--ranks", values["ranks"]),
+        grace_s=_seconds("--grace", values["grace"]),
+        signals=_signals(values["signals"]),
+    )
+
+
+def _split(argv: Sequence[str], parser: _Parser) -> tuple[list[str], list[str]]:
+    """Our options, and the command from the first word that is neither an option nor its value."""
+    own: list[str] = []
+    words = list(argv)
+    while words:
+        word = words[0]
+        if word == "--":
+            return own, words[1:]
+        if not word.startswith("-") or word == "-":
+            break
+        words.pop(0)
+        name, equals, value = word.partition("=")
+        # torchrun accepts --nproc_per_node as well as --nproc-per-node.
+        name = name.replace("_", "-") if name.startswith("--") else name
+        if parser.takes_value.get(name) and not equals and words:
+            equals, value = "=", words.pop(0)
+        own.append(name + equals + value)
+    return own, words
+
+
+def _check_rendezvous(values: dict[str, Any]) -> None:
+    """Fold --rdzv-endpoint into --master-addr/--master-port; refuse what only torchrun can do."""
+    backend = values["rdzv_backend"] or "static"
+    accepted = backend == "static" or (backend == "c10d" and values["nnodes"] == "1")
+    if not accepted or ":" in values["nnodes"]:
+        raise UsageError(
+            "numarun has no elastic rendezvous; use --nnodes/--node-rank/--master-addr, or torchrun"
+        )
+    host, _, port = (values["rdzv_endpoint"] or "").partition(":")
+    values["master_addr"] = values["master_addr"] or host or None
+    values["master_port"] = values["master_port"] or port or None
+    if _integer("--nnodes", values["nnodes"], 1) > 1:
+        if values["master_addr"] is None:
+            raise UsageError("--nnodes > 1 needs --master-addr, the same on all machines")
+        values["master_port"] = values["master_port"] or "29500"
+
+
+def _request(values: dict[str, Any]) -> Request:
+    given = [per for per in RANK_OPTIONS if values[f"nproc_per_{per}"] is not None]
+    if len(given) > 1:
+        first, second = (f"--nproc-per-{per}" for per in given[:2])
+        raise UsageError(f"{first} and {second} cannot be used together")
+    if values["smt"] and values["no_smt"]:
+        raise UsageError("--smt and --no-smt cannot be used together")
+    per = given[0] if given else "numa"
+    count = _integer(f"--nproc-per-{per}", values[f"nproc_per_{per}"] or "1", 1)
+    cpus = None if values["cpus"] is None else _cpu_lists(values["cpus"])
+    if cpus is not None and given and (per != "node" or count != len(cpus)):
+        raise UsageError(f"--cpus names {len(cpus)} ranks but --nproc-per-{per} is {count}")
+    threads = values["omp_threads"]
+    return Request(
+        per=per,
+        count=count,
+        cpus=cpus,
+        numa_nodes=_number_list("--numa-nodes", values["numa_nodes"]),
+        sockets=_number_list("--sockets", values["sockets"]),
+        reserve=_integer("--reserve", values["reserve"], 0),
+        smt=values["smt"],
+        perf_cores_only=values["cores"] == "perf",
+        mem=values["mem"],
+        strict=values["strict"],
+        omp_threads=None if threads in (None, "auto") else _integer("--omp-threads", threads, 1),
+    )
+
+
+def _integer(name: str, text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise UsageError(f"{name} must be an integer >= {least}, got {text!r}")
+    return int(text)
+
+
+def _seconds(name: str, text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d*)?", text):
+        raise UsageError(f"{name} must be a number of seconds >= 0, got {text!r}")
+    return float(text)
+
+
+def _number_list(name: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    return _checked_list(text, f"{name} {text!r}: not a list of numbers (example: 0,2-3)")
+
+
+def _cpu_lists(text: str) -> tuple[tuple[int, ...], ...]:
+    example = "(example: 0-3,8|4-7,9)"
+    return tuple(
+        _checked_list(part, f"--cpus {text!r}: {part!r} is not a CPU list {example}")
+        for part in text.split("|")
+    )
+
+
+def _checked_list(text: str, message: str) -> tuple[int, ...]:
+    try:
+        numbers = parse_cpu_list(text)
+    except TopologyError:
+        numbers = ()
+    if not numbers:
+        raise UsageError(message)
+    return numbers
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise UsageError(f"--env must be NAME=VALUE, got {text!r}")
+    return name, value
+
+
+def _signals(text: str) -> tuple[signal.Signals, ...]:
+    found = []
+    for word in text.split(","):
+        name = "SIG" + word.strip().upper().removeprefix("SIG")
+        if name in ("SIGKILL", "SIGSTOP", "SIGCHLD") or name not in signal.Signals.__members__:
+            raise UsageError(f"--signals: {word!r} is not a signal that can be forwarded")
+        found.append(signal.Signals[name])
+    return tuple(found)

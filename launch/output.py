@@ -1,0 +1,108 @@
+"""Carry the ranks' output to ours in whole lines, never blocking the launcher on a slow reader."""
+
+import os
+import selectors
+from collections import deque
+
+MAX_LINE_BYTES = 1 << 20  # a longer line is passed on in pieces
+MAX_QUEUED_BYTES = 1 << 20  # above this, ranks wait for the reader as they would on a plain pipe
+# A pipe that poll() calls writable takes this much without blocking (POSIX PIPE_BUF).
+WRITE_BYTES = 4096
+READ_BYTES = 1 << 16
+
+
+class Sink:
+    """One of our own streams: a queue that is written only when the reader has room."""
+
+    def __init__(self, fd: int):
+        self.fd = fd
+        self.closed = False
+        self._queue: deque[bytes] = deque()
+        self.queued_bytes = 0
+
+    def put(self, data: bytes) -> None:
+        if not self.closed and data:
+            self._queue.append(data)
+            self.queued_bytes += len(data)
+
+    def write_some(self) -> None:
+        """Write once, at most what cannot block. A reader that is gone closes the sink."""
+        if not self._queue:
+            return
+        chunk = self._queue.popleft()
+        try:
+            written = os.write(self.fd, chunk[:WRITE_BYTES])
+        except BlockingIOError:
+            written = 0
+        except OSError:  # EPIPE: the reader is gone; EIO: the terminal is
+            self.closed = True
+            self.drop()
+            return
+        if written < len(chunk):
+            self._queue.appendleft(chunk[written:])
+        self.queued_bytes -= written
+
+    def drop(self) -> None:
+        self._queue.clear()
+        self.queued_bytes = 0
+
+
+class Stream:
+    """One output stream of one rank: a pipe on its side, lines for a sink and a log file on ours."""
+
+    def __init__(self, prefix: str, sink: Sink | None, log_path: str | None):
+        self.read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self.read_fd, False)
+        self.prefix = prefix.encode()
+        self.sink = sink
+        self.ended = False
+        self.last_line = ""
+        self._partial = b""
+        self._log = open(log_path, "ab", buffering=0) if log_path else None  # noqa: SIM115 - closed in close()
+
+    def close_write_end(self) -> None:
+        os.close(self.write_fd)
+
+    def read_some(self) -> bool:
+        """Take what the pipe holds now, at most READ_BYTES; False at the end or when it is empty."""
+        try:
+            data = os.read(self.read_fd, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self.ended = True
+            return False
+        if self._log:
+            self._log.write(data)
+        lines = (self._partial + data).splitlines(keepends=True)
+        # A line is whole at its newline; a carriage return may be the first half of one.
+        whole = lines[-1].endswith(b"\n") or len(lines[-1]) > MAX_LINE_BYTES
+        self._partial = b"" if whole else lines.pop()
+        self._emit(lines)
+        return True
+
+    def finish(self) -> None:
+        """Read no more; pass on the last line even without its newline."""
+        self.ended = True
+        if self._partial:
+            self._emit([self._partial])
+            self._partial = b""
+
+    def close(self) -> None:
+        os.close(self.read_fd)
+        if self._log:
+            self._log.close()
+
+    def _emit(self, lines: list[bytes]) -> None:
+        """A carriage return ends a line too: progress bars of several ranks would overwrite each other."""
+        for line in lines:
+            text = line.rstrip(b"\r\n")
+            if text.strip():
+                self.last_line = text.decode(errors="replace").strip()
+            if self.sink:
+                self.sink.put(self.prefix + text + b"\n")
+
+
+def poll_selector() -> selectors.PollSelector:
+    """poll, because epoll refuses regular files and our stdout may be one."""
+    return selectors.PollSelector()
