@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from numadist.launch.options import Options
 from numadist.launch.place import Plan, RankPlacement
-from numadist.topology.cpuset import format_cpu_list
+from numadist.topology.cpuset import format_list
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def rank_environment(
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(s.name for s in options.signals),
         "LOCAL_SIZE": local_world_size,  # DeepSpeed's shared-memory code reads this name
         "NUMADIST_JOB_ID": job.id,
-        "NUMADIST_NODES": format_cpu_list(placement.mem_nodes),
-        "NUMADIST_NODE_MAP": "|".join(format_cpu_list(p.mem_nodes) for p in plan.ranks),
-        "NUMADIST_CPUS": format_cpu_list(placement.cpus),
+        "NUMADIST_NODES": format_list(placement.mem_nodes),
+        "NUMADIST_NODE_MAP": "|".join(format_list(p.mem_nodes) for p in plan.ranks),
+        "NUMADIST_CPUS": format_list(placement.cpus),
         **_threads(inherited, options, placement),
         **dict(options.env),
     }

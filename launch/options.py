@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from numadist.binding import POLICIES
 from numadist.errors import NumadistError, TopologyError
 from numadist.launch.place import Request
-from numadist.topology.cpuset import parse_cpu_list
+from numadist.topology.cpuset import parse_list
 
 USAGE = """numarun [options] [--] script.py [args]
        numarun [options] -m pkg.mod [args]
@@ -260,7 +260,7 @@ def _cpu_lists(text: str) -> tuple[tuple[int, ...], ...]:
 
 def _checked_list(text: str, message: str) -> tuple[int, ...]:
     try:
-        numbers = parse_cpu_list(text)
+        numbers = parse_list(text)
     except TopologyError:
         numbers = ()
     if not numbers:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from numadist.errors import PlacementError
-from numadist.topology.cpuset import format_cpu_list
+from numadist.topology.cpuset import format_list
 from numadist.topology.machine import Core, Domain, Machine, domains_of
 
 
@@ -89,9 +89,7 @@ def _selected(machine: Machine, request: Request) -> tuple[Core, ...]:
         known = [p.id for p in machine.packages]
         for socket in request.sockets:
             if socket not in known:
-                raise PlacementError(
-                    f"--sockets {socket}: no such socket; sockets are {format_cpu_list(known)}"
-                )
+                raise PlacementError(f"--sockets {socket}: no such socket; sockets are {format_list(known)}")
         cores = tuple(c for c in cores if c.package in request.sockets)
     if request.perf_cores_only:
         best = max((c.capacity for c in cores), default=0)
@@ -103,17 +101,17 @@ def _selected(machine: Machine, request: Request) -> tuple[Core, ...]:
 
 def _check_node(machine: Machine, node_id: int) -> None:
     if node_id not in {n.id for n in machine.nodes}:
-        online = format_cpu_list(n.id for n in machine.nodes)
+        online = format_list(n.id for n in machine.nodes)
         raise PlacementError(f"--numa-nodes {node_id}: no such NUMA node; online nodes are {online}")
     node = machine.node(node_id)
     if not node.online_cpus:
-        having = format_cpu_list(n.id for n in machine.nodes if n.online_cpus)
+        having = format_list(n.id for n in machine.nodes if n.online_cpus)
         what = "memory but no CPUs" if node.memory_bytes else "no CPUs"
         raise PlacementError(f"--numa-nodes {node_id}: node has {what}; nodes with CPUs are {having}")
     if not set(node.online_cpus) & set(machine.allowed_cpus):
         raise PlacementError(
-            f"--numa-nodes {node_id}: none of its CPUs {format_cpu_list(node.online_cpus)} is allowed here "
-            f"(allowed: {format_cpu_list(machine.allowed_cpus)}, from the process's cpuset/affinity)"
+            f"--numa-nodes {node_id}: none of its CPUs {format_list(node.online_cpus)} is allowed here "
+            f"(allowed: {format_list(machine.allowed_cpus)}, from the process's cpuset/affinity)"
         )
 
 
@@ -123,14 +121,14 @@ def _groups(machine: Machine, request: Request, cores: tuple[Core, ...], warning
         homeless = [cpu for d in domains if not d.nodes for core in d.cores for cpu in core.cpus]
         if homeless:
             warnings.append(
-                f"CPUs {format_cpu_list(homeless)} are in no online NUMA node and get no rank; "
+                f"CPUs {format_list(homeless)} are in no online NUMA node and get no rank; "
                 "use --nproc-per-socket or --cpus to use them"
             )
         groups = [
             group
             for d in domains
             if d.nodes
-            for group in _split((d,), request, f"NUMA node {format_cpu_list(d.nodes)}", warnings)
+            for group in _split((d,), request, f"NUMA node {format_list(d.nodes)}", warnings)
         ]
         if not groups:
             raise PlacementError("no NUMA node has a usable CPU; use --nproc-per-node or --cpus")
@@ -210,7 +208,7 @@ def _literal(machine: Machine, lists: Sequence[tuple[int, ...]], cpus: tuple[int
             raise PlacementError(f"--cpus: CPU {cpu} is offline")
         if cpu not in machine.allowed_cpus:
             raise PlacementError(
-                f"--cpus: CPU {cpu} is not in the allowed set {format_cpu_list(machine.allowed_cpus)}"
+                f"--cpus: CPU {cpu} is not in the allowed set {format_list(machine.allowed_cpus)}"
             )
         owners = [rank for rank, other in enumerate(lists) if cpu in other]
         if len(owners) > 1:
@@ -254,7 +252,7 @@ def _memory(
     if not anywhere:
         raise PlacementError(
             f"rank {rank}: no memory node is usable; allowed memory nodes are "
-            f"{format_cpu_list(machine.allowed_mems) or 'none'}; use --mem none"
+            f"{format_list(machine.allowed_mems) or 'none'}; use --mem none"
         )
     for node in own:
         found = machine.nearest_memory(node)
@@ -266,7 +264,7 @@ def _memory(
             return (found[0],)
     warnings.append(
         f"rank {rank}: its CPUs have no usable memory of their own and no known distance; "
-        f"memory is taken from {format_cpu_list(anywhere)}"
+        f"memory is taken from {format_list(anywhere)}"
     )
     return anywhere
 
@@ -274,10 +272,11 @@ def _memory(
 def _check_memory_allowed(machine: Machine, rank: int, own: Iterable[int]) -> None:
     for node in own:
         if machine.node(node).memory_bytes and not machine.node(node).memory_allowed:
-            allowed = format_cpu_list(machine.allowed_mems)
+            allowed = format_list(machine.allowed_mems)
+            wanted = format_list({*machine.allowed_mems, node})
             raise PlacementError(
-                f"rank {rank}: memory node {node} is not in Mems_allowed {allowed} (cpuset.mems); start the "
-                f"container with --cpuset-mems={format_cpu_list({*machine.allowed_mems, node})} or use --mem none"
+                f"rank {rank}: memory node {node} is not in Mems_allowed {allowed} (cpuset.mems); "
+                f"start the container with --cpuset-mems={wanted} or use --mem none"
             )
 
 

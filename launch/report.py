@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from numadist.launch.output import Stream
 from numadist.launch.place import Plan, RankPlacement
-from numadist.topology.cpuset import format_cpu_list
+from numadist.topology.cpuset import format_list
 from numadist.topology.machine import Machine
 from numadist.topology.render import gib, plural, short_list, summary
 
@@ -54,7 +54,7 @@ def plan_lines(machine: Machine, plan: Plan, how: str) -> list[str]:
     """The machine, then one line a rank. how: e.g. `1 per NUMA node`."""
     lines = [f"{summary(machine)}; {plural(len(plan.ranks), 'rank')}, {how}"]
     for r in plan.ranks:
-        nodes = f"node {format_cpu_list(r.numa_nodes)}" if r.numa_nodes else "no node"
+        nodes = f"node {format_list(r.numa_nodes)}" if r.numa_nodes else "no node"
         lines.append(
             f"r{r.rank} socket {r.package} {nodes} cpus {short_list(r.cpus)} "
             f"({plural(num_cores(machine, r), 'core')}) mem {memory_text(r)} "
@@ -70,7 +70,7 @@ def num_cores(machine: Machine, placement: RankPlacement) -> int:
 def memory_text(placement: RankPlacement) -> str:
     if placement.mem_policy in ("none", "local"):
         return placement.mem_policy
-    return f"{placement.mem_policy}:{format_cpu_list(placement.mem_nodes)}"
+    return f"{placement.mem_policy}:{format_list(placement.mem_nodes)}"
 
 
 def _memory_size(machine: Machine, placement: RankPlacement) -> str:
@@ -81,7 +81,7 @@ def _memory_size(machine: Machine, placement: RankPlacement) -> str:
 def failure_summary(failure: Failure, stopped: Mapping[int, signal.Signals], log_dir: str | None) -> None:
     """Six lines, eight at most: which rank and how, why, where it ran, who was stopped, logs, exit code."""
     p = failure.placement
-    nodes = f"node {format_cpu_list(p.numa_nodes)}" if p.numa_nodes else "no node"
+    nodes = f"node {format_list(p.numa_nodes)}" if p.numa_nodes else "no node"
     say(f"rank {failure.rank} ({nodes}, pid {failure.pid}) failed first: {failure.how}")
     for line in _why(failure):
         say(f"  {line}")
@@ -104,7 +104,7 @@ def _stopped_text(stopped: Mapping[int, signal.Signals]) -> str:
     parts = []
     for number in sorted(set(stopped.values()), key=int, reverse=True):  # SIGTERM before SIGKILL
         ranks = [rank for rank, sent in stopped.items() if sent == number]
-        parts.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {format_cpu_list(ranks)} ({number.name})")
+        parts.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {format_list(ranks)} ({number.name})")
     return f"stopped {', '.join(parts)}"
 
 

@@ -14,7 +14,7 @@ from numadist import _syscalls
 from numadist.binding import PolicyRefused, bind_cpus, bind_memory
 from numadist.errors import BindError
 from numadist.launch.place import RankPlacement
-from numadist.topology.cpuset import format_cpu_list
+from numadist.topology.cpuset import format_list
 
 EXIT_LAUNCHER_FAILED = 125
 EXIT_CANNOT_EXECUTE = 126
@@ -133,8 +133,8 @@ def _bind(start: Start, report) -> None:
     lost = set(placement.mem_nodes) - set(kept)
     if placement.mem_policy != "none" and lost:
         report(
-            f"rank {placement.rank}: asked memory nodes {format_cpu_list(placement.mem_nodes)}, "
-            f"kernel kept {format_cpu_list(kept)} (node {format_cpu_list(lost)} has no memory)",
+            f"rank {placement.rank}: asked memory nodes {format_list(placement.mem_nodes)}, "
+            f"kernel kept {format_list(kept)} (node {format_list(lost)} has no memory)",
             fatal,
         )
 

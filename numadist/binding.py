@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from numadist import _syscalls
 from numadist.errors import BindError
-from numadist.topology.cpuset import format_cpu_list
+from numadist.topology.cpuset import format_list
 
 POLICIES = ("bind", "preferred", "local", "interleave", "none")
 
@@ -45,13 +45,13 @@ def bind_cpus(cpus: Iterable[int]) -> None:
         os.sched_setaffinity(0, asked)
     except OSError as error:
         raise BindError(
-            f"asked for CPUs {format_cpu_list(asked)}, sched_setaffinity says {error.strerror}; "
+            f"asked for CPUs {format_list(asked)}, sched_setaffinity says {error.strerror}; "
             "they are offline or outside this process's cpuset"
         ) from None
     kept = tuple(sorted(os.sched_getaffinity(0)))
     if kept != asked:
         raise BindError(
-            f"asked for CPUs {format_cpu_list(asked)}, kernel kept {format_cpu_list(kept)}; "
+            f"asked for CPUs {format_list(asked)}, kernel kept {format_list(kept)}; "
             "the others are offline or outside this process's cpuset"
         )
 
@@ -72,9 +72,7 @@ def bind_memory(policy: str, nodes: Iterable[int]) -> tuple[int, ...]:
         kept = _syscalls.get_mempolicy()[1]
     except OSError as error:
         where = (
-            f", {'node' if len(asked) == 1 else 'nodes'} {format_cpu_list(asked)}"
-            if policy != "local"
-            else ""
+            f", {'node' if len(asked) == 1 else 'nodes'} {format_list(asked)}" if policy != "local" else ""
         )
         raise PolicyRefused(f"set_mempolicy({name}{where}): {os.strerror(error.errno or 0)}") from error
     return asked if policy == "local" else kept

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from numadist.errors import TopologyError
 
 
-def parse_cpu_list(text: str) -> tuple[int, ...]:
+def parse_list(text: str) -> tuple[int, ...]:
     """Sorted numbers of a kernel list such as `0-3,8`; the empty text is the empty set.
 
     Raises: TopologyError.
@@ -19,7 +19,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
-def parse_cpu_map(text: str) -> tuple[int, ...]:
+def parse_map(text: str) -> tuple[int, ...]:
     """Sorted numbers of a kernel bit map: 32-bit hex words, most significant first. Raises: TopologyError."""
     # All words but the first are padded to eight digits, so joining them keeps the bit positions.
     words = text.strip().split(",")
@@ -30,7 +30,7 @@ def parse_cpu_map(text: str) -> tuple[int, ...]:
     return tuple(i for i in range(bits.bit_length()) if bits >> i & 1)
 
 
-def format_cpu_list(numbers: Iterable[int]) -> str:
+def format_list(numbers: Iterable[int]) -> str:
     """The shortest kernel list of a set: `0-3,8`; the empty set is the empty text."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):

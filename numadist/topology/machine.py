@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from numadist.topology.cpuset import format_cpu_list
+from numadist.topology.cpuset import format_list
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ class Machine:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. CPU sets are kernel lists; bytes are integers."""
         return {
-            "packages": [{"id": p.id, "cpus": format_cpu_list(p.cpus)} for p in self.packages],
+            "packages": [{"id": p.id, "cpus": format_list(p.cpus)} for p in self.packages],
             "numa_nodes": [
                 {
                     "id": n.id,
-                    "online_cpus": format_cpu_list(n.online_cpus),
+                    "online_cpus": format_list(n.online_cpus),
                     "memory_bytes": n.memory_bytes,
                     "free_bytes": n.free_bytes,
                     "memory_allowed": n.memory_allowed,
@@ -101,10 +101,10 @@ class Machine:
                 for n in self.nodes
             ],
             "cores": [list(c.cpus) for c in self.cores],
-            "present_cpus": format_cpu_list(self.present_cpus),
-            "online_cpus": format_cpu_list(self.online_cpus),
-            "allowed_cpus": format_cpu_list(self.allowed_cpus),
-            "allowed_mems": format_cpu_list(self.allowed_mems),
+            "present_cpus": format_list(self.present_cpus),
+            "online_cpus": format_list(self.online_cpus),
+            "allowed_cpus": format_list(self.allowed_cpus),
+            "allowed_mems": format_list(self.allowed_mems),
             "has_numa": self.has_numa,
             "cpu_quota": self.cpu_quota,
             "notes": list(self.notes),

@@ -1,6 +1,6 @@
 """A Machine as text for people."""
 
-from numadist.topology.cpuset import format_cpu_list
+from numadist.topology.cpuset import format_list
 from numadist.topology.machine import Machine
 
 
@@ -16,7 +16,7 @@ def gib(num_bytes: int) -> str:
 
 def short_list(numbers: tuple[int, ...]) -> str:
     """A kernel list; one with many pieces is cut in the middle: `0,4,8,...,36`."""
-    pieces = format_cpu_list(numbers).split(",")
+    pieces = format_list(numbers).split(",")
     return ",".join(pieces if len(pieces) <= 6 else [*pieces[:3], "...", pieces[-1]])
 
 
@@ -48,9 +48,8 @@ def render(machine: Machine) -> str:
             lines.append(f"node {node.id}: {reason}, gets no rank{_memory(machine, (node.id,))}")
     lines += _distance_table(machine)
     if machine.allowed_cpus != machine.online_cpus:
-        lines.append(
-            f"allowed cpus {format_cpu_list(machine.allowed_cpus)} of online {format_cpu_list(machine.online_cpus)}"
-        )
+        allowed, online = format_list(machine.allowed_cpus), format_list(machine.online_cpus)
+        lines.append(f"allowed cpus {allowed} of online {online}")
     if machine.cpu_quota is not None:
         lines.append(f"cgroup CPU quota: {machine.cpu_quota:.1f} cores")
     lines += [f"note: {note}" for note in machine.notes]
@@ -60,7 +59,7 @@ def render(machine: Machine) -> str:
 def _domain_name(nodes: tuple[int, ...]) -> str:
     if not nodes:
         return "in no node"
-    return f"{'node' if len(nodes) == 1 else 'nodes'} {format_cpu_list(nodes)}"
+    return f"{'node' if len(nodes) == 1 else 'nodes'} {format_list(nodes)}"
 
 
 def _memory(machine: Machine, nodes: tuple[int, ...]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from numadist.errors import TopologyError
-from numadist.topology.cpuset import format_cpu_list, parse_cpu_list, parse_cpu_map
+from numadist.topology.cpuset import format_list, parse_list, parse_map
 from numadist.topology.machine import Core, Machine, Node, Package, logical_order
 
 CPU = "sys/devices/system/cpu"
@@ -38,8 +38,8 @@ def read_machine(
     usable = sorted(set(online) & set(allowed_cpus))
     if not usable:
         raise TopologyError(
-            f"no usable CPU: online {format_cpu_list(online) or 'none'}, "
-            f"allowed {format_cpu_list(allowed_cpus) or 'none'} (cpuset or affinity of this process)"
+            f"no usable CPU: online {format_list(online) or 'none'}, "
+            f"allowed {format_list(allowed_cpus) or 'none'} (cpuset or affinity of this process)"
         )
     node_ids = _online_nodes(root)
     if allowed_mems is None:
@@ -72,9 +72,9 @@ def read_set(path: Path, list_name: str, map_name: str) -> tuple[int, ...] | Non
     """A CPU set from its list file, else from its bit map (old kernels write only the map)."""
     text = read_text(path / list_name)
     if text is not None:
-        return parse_cpu_list(text)
+        return parse_list(text)
     text = read_text(path / map_name)
-    return None if text is None else parse_cpu_map(text)
+    return None if text is None else parse_map(text)
 
 
 def _present(folder: Path, prefix: str) -> tuple[int, ...]:
@@ -87,7 +87,7 @@ def _present(folder: Path, prefix: str) -> tuple[int, ...]:
 def _online_cpus(root: Path, present: tuple[int, ...]) -> tuple[int, ...]:
     text = read_text(root / CPU / "online")
     if text is not None:
-        return tuple(c for c in parse_cpu_list(text) if c in set(present))
+        return tuple(c for c in parse_list(text) if c in set(present))
     # No mask: a CPU is offline if its own file says so. CPU 0 often has no such file and is online.
     return tuple(c for c in present if read_text(root / CPU / f"cpu{c}" / "online") != "0")
 
@@ -95,12 +95,12 @@ def _online_cpus(root: Path, present: tuple[int, ...]) -> tuple[int, ...]:
 def _online_nodes(root: Path) -> tuple[int, ...]:
     present = _present(root / NODE, "node")
     text = read_text(root / NODE / "online")
-    return present if text is None else tuple(n for n in parse_cpu_list(text) if n in set(present))
+    return present if text is None else tuple(n for n in parse_list(text) if n in set(present))
 
 
 def _live_mems() -> tuple[int, ...] | None:
     match = re.search(r"^Mems_allowed_list:\s*(\S+)", read_text(Path("/proc/self/status")) or "", re.M)
-    return parse_cpu_list(match[1]) if match else None
+    return parse_list(match[1]) if match else None
 
 
 def _read_nodes(
@@ -136,7 +136,7 @@ def _distances(root: Path, folder: Path, node_ids: tuple[int, ...]) -> dict[int,
     row = [int(word) for word in (read_text(folder / "distance") or "").split()]
     columns = node_ids
     if len(row) != len(columns):
-        columns = parse_cpu_list(read_text(root / NODE / "possible") or "")
+        columns = parse_list(read_text(root / NODE / "possible") or "")
     if len(row) != len(columns):
         return None if row else {}
     return {n: d for n, d in zip(columns, row, strict=True) if n in node_ids}
@@ -206,7 +206,7 @@ def _capacities(root: Path, cpus: list[int]) -> dict[int, int]:
     """Relative speed of CPUs: the kernel's cpu_capacity (ARM), else Intel's hybrid core lists, else 0."""
     atoms = read_text(root / "sys/devices/cpu_atom/cpus")
     if atoms is not None:
-        slow = set(parse_cpu_list(atoms))
+        slow = set(parse_list(atoms))
         return {c: 1 if c in slow else 2 for c in cpus}
     if read_text(root / CPU / f"cpu{cpus[0]}" / "cpu_capacity") is None:
         return dict.fromkeys(cpus, 0)

@@ -1,0 +1,58 @@
+"""`numadist COMMAND`: what the machine is, what a bug report needs, what a model would become."""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+
+from numadist.errors import NumadistError
+from numadist.topology.cpuset import parse_list
+from numadist.topology.render import render
+from numadist.topology.sysfs import read_machine
+
+# Command -> (module:function, one line of help). The function takes the remaining words and returns an exit
+# code; its module is imported only when the command is used, so `numadist topo` never waits for torch.
+COMMANDS = {
+    "topo": ("numadist.cli:topo", "sockets, NUMA nodes, cores, distances, and what this process may use"),
+    "info": ("numadist.info:main", "versions and machine, for a bug report"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `numadist`; returns the exit code: 1 for a NumadistError, 2 for a bad command line."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if words else 2
+    if words[0] not in COMMANDS:
+        print(f"numadist: error: unknown command {words[0]!r}\n{_usage()}", file=sys.stderr)
+        return 2
+    module, _, function = COMMANDS[words[0]][0].partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)(words[1:])
+    except NumadistError as error:
+        print(f"numadist: error: {error}", file=sys.stderr)
+        return 1
+
+
+def topo(argv: Sequence[str]) -> int:
+    """`numadist topo`: the machine as numarun sees it."""
+    parser = argparse.ArgumentParser(prog="numadist topo", description=COMMANDS["topo"][1])
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--sysfs", metavar="ROOT", default="/", help="read a recorded machine below ROOT")
+    parser.add_argument("--allowed-cpus", metavar="LIST", type=parse_list, help="with --sysfs: CPUs allowed")
+    parser.add_argument("--allowed-mems", metavar="LIST", type=parse_list, help="with --sysfs: nodes allowed")
+    options = parser.parse_args(argv)
+    machine = read_machine(options.sysfs, options.allowed_cpus, options.allowed_mems)
+    print(json.dumps(machine.to_dict(), indent=2) if options.json else render(machine))
+    return 0
+
+
+def _usage() -> str:
+    lines = ["usage: numadist COMMAND [options]", ""]
+    return "\n".join(lines + [f"  {name:<10}{help_text}" for name, (_, help_text) in COMMANDS.items()])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
