@@ -31,6 +31,9 @@ class Config:
 
     # Collectives.
     spin_us: int = knob("NUMADIST_SPIN_US", 50, "Spin this long for a peer, then yield, then sleep on a futex.")
+    one_shot_bytes: int = knob(
+        "NUMADIST_ONE_SHOT_BYTES", -1, "Largest all_reduce of 3 and more ranks in one step; -1: from the table."
+    )
 
     # Diagnosis.
     sysfs: str = knob("NUMADIST_SYSFS", "", "Read the topology below this root instead of `/` (tests).")

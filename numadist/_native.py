@@ -1,0 +1,305 @@
+"""The native core by ctypes: loads _core.so, checks its ABI, turns -errno into errors.
+
+The only file that knows C types; csrc/nd_core.h is the manual of every function here.
+"""
+
+import ctypes
+import enum
+import errno
+import os
+from collections.abc import Iterable, Sequence
+from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_size_t, c_uint64, c_void_p
+from pathlib import Path
+
+from numadist.errors import NativeError
+
+ABI_VERSION = 1  # ND_ABI_VERSION
+MAX_WORLD = 512  # ND_MAX_WORLD
+NODE_WORDS = 16  # ND_NODE_WORDS
+
+
+class Dtype(enum.IntEnum):
+    """NdDtype. Codes from 64 on have no reductions: they only say which dtype a copy moves."""
+
+    F32 = 0
+    F64 = 1
+    F16 = 2
+    BF16 = 3
+    I8 = 4
+    U8 = 5
+    I16 = 6
+    U16 = 7
+    I32 = 8
+    U32 = 9
+    I64 = 10
+    U64 = 11
+    BOOL = 12
+    OTHER = 64
+
+
+class Op(enum.IntEnum):
+    """NdOp."""
+
+    SUM = 0
+    AVG = 1
+    PROD = 2
+    MIN = 3
+    MAX = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
+
+
+class Coll(enum.IntEnum):
+    """NdColl."""
+
+    BARRIER = 1
+    ALL_REDUCE = 2
+    ALL_GATHER = 3
+    REDUCE_SCATTER = 4
+    BROADCAST = 5
+    SCATTER = 6
+    GATHER = 7
+    REDUCE = 8
+    ALL_TO_ALL = 9
+    CONNECT = 10
+
+
+class _Tuning(ctypes.Structure):
+    _fields_ = [("one_shot_bytes", c_uint64)]
+
+
+class _Options(ctypes.Structure):
+    _fields_ = [("timeout_ns", c_uint64), ("spin_ns", c_uint64)]
+
+
+class Call(ctypes.Structure):
+    """NdCall: one rank's side of a collective."""
+
+    _fields_ = [
+        ("coll", ctypes.c_uint8),
+        ("op", ctypes.c_uint8),
+        ("dtype", ctypes.c_uint8),
+        ("reserved", ctypes.c_uint8),
+        ("root", c_int32),
+        ("bytes", c_uint64),
+    ]
+
+
+class Report(ctypes.Structure):
+    """NdReport: why a group failed."""
+
+    _fields_ = [
+        ("code", c_int32),
+        ("reporter", c_int32),
+        ("peer", c_int32),
+        ("peer_pid", c_int32),
+        ("seq", c_uint64),
+        ("mine", Call),
+        ("theirs", Call),
+    ]
+
+
+class Stats(ctypes.Structure):
+    """NdStats of one group."""
+
+    _fields_ = [("num_calls", c_uint64), ("total_ns", c_uint64), ("wait_ns", c_uint64)]
+
+
+_NodeSet = c_uint64 * NODE_WORDS
+
+# Arguments after the handle; every function returns 0 or -errno.
+_PTR, _PTRS = c_void_p, POINTER(c_void_p)
+_GROUP_FUNCTIONS: dict[str, list] = {
+    "nd_group_connect": [],
+    "nd_group_close": [],
+    "nd_group_set_timeout": [c_uint64],
+    "nd_group_abort": [],
+    "nd_group_report": [POINTER(Report)],
+    "nd_group_peers": [POINTER(ctypes.c_int8)],
+    "nd_group_stats": [c_int, POINTER(Stats)],
+    "nd_barrier": [],
+    "nd_all_reduce": [_PTR, _PTR, c_size_t, c_int, c_int],
+    "nd_all_gather": [_PTR, _PTRS, c_size_t, c_int],
+    "nd_reduce_scatter": [_PTRS, _PTR, c_size_t, c_int, c_int],
+    "nd_broadcast": [_PTR, c_size_t, c_int, c_int],
+    "nd_scatter": [_PTRS, _PTR, c_size_t, c_int, c_int],
+    "nd_gather": [_PTR, _PTRS, c_size_t, c_int, c_int],
+    "nd_reduce": [_PTR, _PTR, c_size_t, c_int, c_int, c_int],
+    "nd_all_to_all": [_PTRS, POINTER(c_size_t), _PTRS, POINTER(c_size_t), c_int],
+}
+_OTHER_FUNCTIONS: dict[str, list] = {
+    "nd_abi_version": [],
+    "nd_map": [c_size_t, _PTRS],
+    "nd_unmap": [_PTR, c_size_t],
+    "nd_bind": [_PTR, c_size_t, POINTER(c_uint64)],
+    "nd_bound_nodes": [_PTR, POINTER(c_uint64)],
+    "nd_advise_huge": [_PTR, c_size_t],
+    "nd_touch": [_PTR, c_size_t],
+    "nd_page_nodes": [_PTR, c_size_t, POINTER(c_int32)],
+    "nd_reduce_local": [c_int, _PTR, _PTRS, c_int, c_size_t, c_int, c_int],
+    "nd_segment_create": [c_int, c_uint64, POINTER(_Tuning), POINTER(c_uint64), POINTER(c_int)],
+    "nd_group_open": [c_int, c_int, c_int, c_uint64, POINTER(_Options), _PTRS],
+}
+
+
+def _load() -> ctypes.CDLL:
+    path = Path(__file__).with_name("_core.so")
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeError(
+            f"cannot load the native core: {error}. Build it with `pip install -e .` "
+            f"or `python setup.py build_ext --inplace` in the source tree."
+        ) from None
+    for name, arguments in _OTHER_FUNCTIONS.items():
+        getattr(lib, name).argtypes = arguments
+    if lib.nd_abi_version() != ABI_VERSION:
+        raise NativeError(
+            f"{path} has ABI {lib.nd_abi_version()}, this Python code needs {ABI_VERSION}: rebuild it."
+        )
+    for name, arguments in _GROUP_FUNCTIONS.items():
+        getattr(lib, name).argtypes = [c_void_p, *arguments]
+    lib.nd_isa_name.restype = c_char_p
+    lib.nd_segment_bytes.restype = c_size_t
+    return lib
+
+
+lib = _load()
+
+
+def check(code: int, what: str) -> None:
+    """Raise NativeError for a negative errno; `what` says what was asked."""
+    if code < 0:
+        raise NativeError(f"{what}: {errno.errorcode.get(-code, code)} ({os.strerror(-code)})")
+
+
+def pointers(addresses: Iterable[int]) -> ctypes.Array:
+    """A C array of addresses."""
+    values = list(addresses)
+    return (c_void_p * len(values))(*values)
+
+
+def sizes(values: Sequence[int]) -> ctypes.Array:
+    """A C array of size_t."""
+    return (c_size_t * len(values))(*values)
+
+
+def node_set(nodes: Iterable[int]) -> ctypes.Array:
+    """Nodes as the kernel's bit mask. Raises: NativeError above 1023."""
+    words = _NodeSet()
+    for node in nodes:
+        if not 0 <= node < 64 * NODE_WORDS:
+            raise NativeError(f"memory node {node}: the kernel numbers nodes from 0 to {64 * NODE_WORDS - 1}")
+        words[node // 64] |= 1 << (node % 64)
+    return words
+
+
+def _nodes_of(words: ctypes.Array) -> frozenset[int]:
+    return frozenset(64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1)
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+def map_memory(num_bytes: int) -> int:
+    """Address of fresh zero pages. Raises: NativeError."""
+    address = c_void_p()
+    check(lib.nd_map(num_bytes, byref(address)), f"map {num_bytes} bytes")
+    return address.value or 0
+
+
+def unmap_memory(address: int, num_bytes: int) -> None:
+    check(lib.nd_unmap(address, num_bytes), f"unmap {num_bytes} bytes")
+
+
+def bind_memory(address: int, num_bytes: int, nodes: Iterable[int]) -> int:
+    """mbind(MPOL_BIND); 0 or -errno, since the caller knows what it bound."""
+    return lib.nd_bind(address, num_bytes, node_set(nodes))
+
+
+def bound_nodes(address: int) -> frozenset[int]:
+    """The nodes the kernel keeps for the page at an address; empty without a policy."""
+    words = _NodeSet()
+    check(lib.nd_bound_nodes(address, words), "read the memory policy")
+    return _nodes_of(words)
+
+
+def advise_huge(address: int, num_bytes: int) -> int:
+    """madvise(MADV_HUGEPAGE); 0 or -errno (-EINVAL: a kernel without huge pages)."""
+    return lib.nd_advise_huge(address, num_bytes)
+
+
+def touch_memory(address: int, num_bytes: int) -> int:
+    """Fault in all pages for writing; 0 or -errno."""
+    return lib.nd_touch(address, num_bytes)
+
+
+def page_nodes(address: int, num_bytes: int) -> list[int]:
+    """Node of every page of a range; negative errno where there is none (-ENOENT: not yet touched)."""
+    page = os.sysconf("SC_PAGESIZE")
+    count = 0 if num_bytes == 0 else (address + num_bytes - 1) // page - address // page + 1
+    nodes = (c_int32 * max(count, 1))()
+    check(lib.nd_page_nodes(address, num_bytes, nodes), f"ask where {num_bytes} bytes are")
+    return list(nodes[:count])
+
+
+# ---- reductions --------------------------------------------------------------------------------------------------
+
+
+def supported_isas() -> list[str]:
+    """ISA variants of the reduction kernels this CPU runs, best first; the last is "portable"."""
+    names = []
+    while (name := lib.nd_isa_name(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+def reduce_local(isa: str, dst: int, srcs: Sequence[int], count: int, dtype: Dtype, op: Op) -> None:
+    """dst = srcs[0] op srcs[1] op ... by one ISA's kernel (addresses). Raises: NativeError."""
+    index = supported_isas().index(isa)
+    code = lib.nd_reduce_local(index, dst, pointers(srcs), len(srcs), count, dtype, op)
+    check(code, f"{op.name} of {dtype.name} by {isa}")
+
+
+# ---- groups ------------------------------------------------------------------------------------------------------
+
+
+def create_segment(world: int, nonce: int, one_shot_bytes: int, nodes: Sequence[Iterable[int]] | None) -> int:
+    """fd of a sealed memfd for `world` ranks, part r bound to nodes[r]. Raises: OSError with the errno."""
+    fd = c_int(-1)
+    masks = None
+    if nodes is not None:
+        masks = (c_uint64 * (world * NODE_WORDS))(*(word for rank in nodes for word in node_set(rank)))
+    code = lib.nd_segment_create(world, nonce, byref(_Tuning(one_shot_bytes)), masks, byref(fd))
+    if code < 0:
+        raise OSError(-code, os.strerror(-code))
+    return fd.value
+
+
+def open_group(fd: int, rank: int, world: int, nonce: int, timeout_ns: int, spin_ns: int) -> int:
+    """Handle of a group. Raises: OSError with the errno (EPROTO: not the segment of this group)."""
+    handle = c_void_p()
+    code = lib.nd_group_open(fd, rank, world, nonce, byref(_Options(timeout_ns, spin_ns)), byref(handle))
+    if code < 0:
+        raise OSError(-code, os.strerror(-code))
+    return handle.value or 0
+
+
+def group_report(handle: int) -> Report:
+    report = Report()
+    check(lib.nd_group_report(handle, byref(report)), "read the report of a group")
+    return report
+
+
+def group_peers(handle: int, world: int) -> list[int]:
+    """Per rank 1 arrived, 0 alive but not arrived, -1 dead; as of the group's failure."""
+    state = (ctypes.c_int8 * world)()
+    check(lib.nd_group_peers(handle, state), "read the peers of a group")
+    return list(state)
+
+
+def group_stats(handle: int, reset: bool) -> Stats:
+    stats = Stats()
+    check(lib.nd_group_stats(handle, reset, byref(stats)), "read the counters of a group")
+    return stats

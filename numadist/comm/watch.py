@@ -1,0 +1,64 @@
+"""Why a collective failed, in words: who is missing, who called what."""
+
+import errno
+import os
+
+from numadist import _native
+from numadist._native import Call, Coll, Op
+from numadist.comm.dtypes import NAMES
+from numadist.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost
+
+_REDUCING = {Coll.ALL_REDUCE, Coll.REDUCE_SCATTER, Coll.REDUCE}
+
+
+def describe(call: Call) -> str:
+    """E.g. `all_reduce(SUM, float32, 4096 bytes)`."""
+    coll = Coll(call.coll)
+    if coll in (Coll.BARRIER, Coll.CONNECT):
+        return coll.name.lower()
+    words = [Op(call.op).name] if coll in _REDUCING else []
+    words += [NAMES.get(call.dtype, f"dtype {call.dtype}"), f"{call.bytes} bytes"]
+    if call.root >= 0:
+        words.append(f"root {call.root}")
+    return f"{coll.name.lower()}({', '.join(words)})"
+
+
+def _missing(handle: int, world: int) -> str:
+    """The ranks that have not arrived, as this rank saw them when it failed."""
+    peers = _native.group_peers(handle, world)
+    late = [f"rank {r} ({'alive' if state == 0 else 'dead'})" for r, state in enumerate(peers) if state != 1]
+    return ", ".join(late) or "nobody any more"
+
+
+def error_of(handle: int, code: int, name: str, rank: int, world: int, timeout_s: float) -> CommError:
+    """The exception for a negative code of a collective on a group."""
+    if code == -errno.ECHILD:
+        return CommError(
+            f"rank {rank}: group {name!r} belongs to the process that made it, this is a fork of it (process "
+            f"{os.getpid()}). Use torch.distributed in the parent only, or start workers with spawn."
+        )
+    report = _native.group_report(handle)
+    mine = describe(report.mine) if report.mine.coll else "no collective"
+    where = f"group {name!r}, collective {report.seq}, {mine}"
+    seen_by = "" if report.reporter == rank else f" (reported by rank {report.reporter})"
+    if code == -errno.ETIMEDOUT:
+        missing = _missing(handle, world) if report.reporter == rank else f"rank {report.peer}"
+        return CollectiveTimeout(
+            f"rank {rank}: {where}: not arrived within {timeout_s:g} s: {missing}{seen_by}. "
+            f"Look what these ranks do (py-spy dump --pid), or raise the timeout of init_process_group."
+        )
+    if code == -errno.EOWNERDEAD:
+        return PeerLost(
+            f"rank {rank}: {where}: rank {report.peer} (pid {report.peer_pid}) is gone{seen_by}. "
+            f"Its own output says why; the group cannot go on."
+        )
+    if code == -errno.EPROTO:
+        return CollectiveMismatch(
+            f"group {name!r}, collective {report.seq}: rank {report.reporter} called {mine}, "
+            f"rank {report.peer} called {describe(report.theirs)}. All ranks must make the same calls in one order."
+        )
+    if code == -errno.ECANCELED:
+        return CommError(f"rank {rank}: group {name!r} was aborted by rank {report.reporter}.")
+    return CommError(
+        f"rank {rank}: group {name!r}: {errno.errorcode.get(-code, code)} ({os.strerror(-code)})"
+    )
