@@ -1,0 +1,50 @@
+"""numarun on an emulated machine with two NUMA nodes of two CPUs and 1 GiB each."""
+
+import pytest
+
+pytestmark = pytest.mark.guest
+
+NODE_CPUS = {0: [0, 1], 1: [2, 3]}
+NUM_PAGES = 2048  # as checks/bound_rank.py touches
+
+
+def test_each_rank_runs_on_its_node_and_its_pages_are_there(two_nodes):
+    check = two_nodes["bound_rank"]
+    assert check.exit_code == 0, check.stderr
+    assert sorted(check.by_rank) == [0, 1], check.stdout
+    for rank, seen in check.by_rank.items():
+        assert seen["cpus"] == NODE_CPUS[rank]
+        assert (seen["policy"], seen["mem_nodes"]) == ("bind", [rank])
+        assert seen["pages"].keys() == {str(rank)}, f"rank {rank} has pages on {seen['pages']}"
+        assert seen["pages"][str(rank)] >= NUM_PAGES
+
+
+def test_the_interpreter_itself_starts_under_the_policy(two_nodes):
+    for rank, seen in two_nodes["bound_rank"].by_rank.items():
+        assert seen["map_policies"] == [f"bind:{rank}"]
+
+
+def test_one_placement_line_a_rank_stands_on_stderr(two_nodes):
+    first, *ranks = two_nodes["bound_rank"].stderr.splitlines()
+    assert first.endswith("2 NUMA nodes, 4 cores (4 threads), allowed 4 CPUs; 2 ranks, 1 per NUMA node"), (
+        first
+    )
+    assert "numarun: r1 socket 0 node 1 cpus 2-3 (2 cores) mem bind:1 " in ranks[1], ranks
+
+
+def test_every_memory_policy_is_what_the_rank_reads_back(two_nodes):
+    check = two_nodes["policies"]
+    assert check.exit_code == 0, check.stderr
+    assert check.only == {
+        "bind": ["bind", [0, 1]],
+        "preferred": ["preferred-many", [0, 1]],
+        "interleave": ["interleave", [0, 1]],
+        "local": ["local", []],
+        "none": ["default", []],
+    }
+
+
+def test_plan_follows_the_affinity_numarun_was_started_with(two_nodes):
+    plans = two_nodes["plan"].only
+    assert [(r["cpus"], r["mem_nodes"]) for r in plans["whole"]] == [([0, 1], [0]), ([2, 3], [1])]
+    assert [(r["cpus"], r["mem_nodes"]) for r in plans["one_cpu_of_each_node"]] == [([1], [0]), ([2], [1])]

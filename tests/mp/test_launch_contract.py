@@ -1,0 +1,241 @@
+"""What a script finds when numarun starts it: environment, CPUs, memory policy, streams, arguments."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from numarun_process import LIMIT_S, NUMARUN, run
+
+from numadist.binding import current_binding
+
+pytestmark = pytest.mark.mp
+
+TWO = ("--quiet", "--nproc-per-socket", "2")
+CPUS = sorted(os.sched_getaffinity(0))
+two_cores = pytest.mark.skipif(len(CPUS) < 2, reason="needs two allowed CPUs for two ranks")
+
+
+def script(folder: Path, body: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(f"import json, os, sys\n{body}\n")
+    return path
+
+
+def by_rank(done: subprocess.CompletedProcess) -> dict[int, dict]:
+    """The JSON object each rank printed."""
+    assert done.returncode == 0, done.stderr
+    lines = [line.removeprefix("[r").split("] ", 1) for line in done.stdout.splitlines()]
+    return {int(rank): json.loads(text) for rank, text in lines}
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    dropped = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    return {**{k: v for k, v in os.environ.items() if k not in dropped}, **more}
+
+
+def test_environment_is_torchruns(tmp_path):
+    seen = by_rank(
+        run(script(tmp_path, "print(json.dumps(dict(os.environ)))"), *TWO, env=clean_environment())
+    )
+    assert sorted(seen) == [0, 1]
+    for rank, environ in seen.items():
+        wanted = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2",
+            "LOCAL_SIZE": "2",
+            "OMP_NUM_THREADS": environ["MKL_NUM_THREADS"],
+        }
+        assert {name: environ.get(name) for name in wanted} == wanted
+        assert environ["TORCHELASTIC_RUN_ID"] == environ["NUMADIST_JOB_ID"] != ""
+        assert not Path(environ["TORCHELASTIC_ERROR_FILE"]).parent.exists(), "left behind after the run"
+    assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
+    assert seen[0]["NUMADIST_NODE_MAP"].split("|") == [seen[0]["NUMADIST_NODES"], seen[1]["NUMADIST_NODES"]]
+
+
+BINDING = """
+from numadist.binding import current_binding
+b = current_binding()
+maps = {line.split()[1] for line in open("/proc/self/numa_maps")}
+print(json.dumps({"cpus": b.cpus, "policy": b.policy, "nodes": b.mem_nodes, "maps": sorted(maps)}))
+"""
+
+
+@two_cores
+def test_each_rank_reads_back_its_own_cpus_and_the_bind_policy(tmp_path):
+    seen = by_rank(run(script(tmp_path, BINDING), *TWO))
+    assert sorted(cpu for rank in seen.values() for cpu in rank["cpus"]) == CPUS
+    for rank in seen.values():
+        assert rank["policy"] == "bind"
+        assert rank["maps"] == [f"bind:{','.join(map(str, rank['nodes']))}"], (
+            "a mapping was made before binding"
+        )
+
+
+def test_mem_none_leaves_the_policy_alone(tmp_path):
+    seen = by_rank(run(script(tmp_path, BINDING), *TWO, "--mem", "none"))
+    assert {rank["policy"] for rank in seen.values()} == {current_binding().policy}
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "wanted"),
+    [
+        ((), {}, "1"),
+        ((), {"OMP_NUM_THREADS": "3"}, "3"),
+        (("--omp-threads", "5"), {"OMP_NUM_THREADS": "3"}, "5"),
+        (("--omp-threads", "auto"), {"OMP_NUM_THREADS": "3"}, "1"),
+    ],
+)
+def test_threads_are_flag_then_environment_then_cores(tmp_path, options, environ, wanted):
+    path = script(
+        tmp_path, "print(json.dumps([os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS']]))"
+    )
+    cpus = "|".join(str(cpu) for cpu in CPUS[:2])
+    done = run(
+        path, "--quiet", "--prefix", "always", "--cpus", cpus, *options, env=clean_environment(**environ)
+    )
+    assert all(seen == [wanted, wanted] for seen in by_rank(done).values()), done.stdout
+
+
+def test_arguments_after_the_script_are_untouched_and_local_rank_is_never_added(tmp_path):
+    words = ("--nproc-per-node", "7", "-m", "--", "--local_rank=x")
+    seen = by_rank(run(script(tmp_path, "print(json.dumps(sys.argv[1:]))"), *TWO, "--", args=words))
+    assert list(seen.values()) == [list(words)] * 2
+
+
+def test_module_runs_like_python_dash_m(tmp_path):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "mod.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    done = subprocess.run(
+        [*NUMARUN, "--quiet", "--nproc_per_socket=2", "-m", "pkg.mod", "-v"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert sorted(done.stdout.splitlines()) == ["[r0] __main__ ['-v']", "[r1] __main__ ['-v']"]
+
+
+def test_no_python_runs_any_program():
+    command = [*NUMARUN, *TWO, "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert sorted(done.stdout.splitlines()) == ["[r0] 0 of 2", "[r1] 1 of 2"]
+
+
+def test_python_exec_names_the_interpreter(tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/bin/sh\nWHO=fake exec {sys.executable} "$@"\n')
+    fake.chmod(0o755)
+    path = script(tmp_path, "print(json.dumps(os.environ['WHO']))")
+    seen = by_rank(run(path, *TWO, env={**os.environ, "PYTHON_EXEC": str(fake)}))
+    assert seen == {0: "fake", 1: "fake"}
+
+
+def test_lines_of_two_ranks_never_mix(tmp_path):
+    """Both ranks write one line in many small pieces."""
+    pieces = "('a' * 50, os.environ['RANK'], 'b' * 50 + '\\n')"
+    body = f"for i in range(300):\n  for piece in {pieces}: os.write(1, piece.encode())"
+    done = run(script(tmp_path, body), *TWO)
+    assert done.returncode == 0, done.stderr
+    wanted = {f"[r{r}] {'a' * 50}{r}{'b' * 50}" for r in (0, 1)}
+    assert set(done.stdout.splitlines()) == wanted
+    assert len(done.stdout.splitlines()) == 600
+
+
+def test_a_last_line_without_newline_is_not_lost(tmp_path):
+    done = run(script(tmp_path, "os.write(1, b'out'); os.write(2, b'err')"), *TWO)
+    assert sorted(done.stdout.splitlines()) == ["[r0] out", "[r1] out"]
+    assert sorted(done.stderr.splitlines()) == ["[r0] err", "[r1] err"]
+
+
+def test_a_single_rank_writes_without_prefix(tmp_path):
+    path = script(tmp_path, "print('plain')")
+    assert run(path, "--quiet", "--nproc-per-node", "1").stdout == "plain\n"
+    assert run(path, "--quiet", "--nproc-per-node", "1", "--prefix", "always").stdout == "[r0] plain\n"
+
+
+def test_only_asked_ranks_are_shown_and_the_log_holds_all(tmp_path):
+    logs = tmp_path / "logs"
+    path = script(tmp_path, "print('out', os.environ['RANK']); print('err', file=sys.stderr)")
+    done = run(path, *TWO, "--ranks", "1", "--log-dir", str(logs))
+    assert (done.stdout, done.stderr) == ("[r1] out 1\n", "[r1] err\n")
+    written = {p.name: p.read_text() for p in logs.iterdir()}
+    assert written == {"r0.out": "out 0\n", "r0.err": "err\n", "r1.out": "out 1\n", "r1.err": "err\n"}
+
+
+def test_rank_0_keeps_stdin_and_the_others_read_nothing(tmp_path):
+    seen = by_rank(run(script(tmp_path, "print(json.dumps(sys.stdin.read()))"), *TWO, input="typed"))
+    assert seen == {0: "typed", 1: ""}
+
+
+def test_env_option_reaches_the_ranks(tmp_path):
+    path = script(tmp_path, "print(json.dumps([os.environ['A'], os.environ['OMP_NUM_THREADS']]))")
+    seen = by_rank(run(path, *TWO, "--env", "A=b=c", "--env", "OMP_NUM_THREADS=9"))
+    assert seen == {0: ["b=c", "9"], 1: ["b=c", "9"]}
+
+
+def test_a_taken_port_is_told_before_anything_starts(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = run(script(tmp_path, "print('started')"), "--quiet", "--master-port", str(port))
+    assert done.returncode == 125
+    assert done.stdout == ""
+    wanted = f"--master-port {port} is in use on 127.0.0.1; leave the option out to let numarun choose"
+    assert done.stderr == f"numarun: error: {wanted}\n"
+
+
+def test_an_empty_script_starts_in_under_half_a_second(tmp_path):
+    """The best of five: a loaded machine must not fail it, an import of torch must."""
+
+    def seconds() -> float:
+        began = time.monotonic()
+        assert run(script(tmp_path, ""), *TWO).returncode == 0
+        return time.monotonic() - began
+
+    assert min(seconds() for _ in range(5)) < 0.5
+
+
+def test_ranks_rendezvous_over_the_store_the_launcher_serves(tmp_path):
+    body = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(x)
+after_import = sorted(os.sched_getaffinity(0))
+print(json.dumps([x.item(), torch.get_num_threads(), after_import]))
+dist.destroy_process_group()
+"""
+    seen = by_rank(run(script(tmp_path, body), *TWO, env=clean_environment()))
+    assert [x for x, *_ in seen.values()] == [3.0, 3.0]
+    for _, threads, cpus in seen.values():
+        assert threads == len(cpus), "torch's threads are the rank's cores, and importing it narrowed nothing"
+
+
+def test_a_store_that_cannot_start_ends_the_run_with_125(tmp_path):
+    """A torch that cannot be imported by numarun's own Python."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "torch.py").write_text("raise ImportError('no torch here')")
+    body = "import socket; socket.create_connection(('127.0.0.1', int(os.environ['MASTER_PORT']))).recv(1)"
+    done = run(script(tmp_path, body), *TWO, env={**os.environ, "PYTHONPATH": str(broken)})
+    assert done.returncode == 125, done.stderr
+    assert "ImportError: no torch here" in done.stderr
+    assert "numarun: error: the rendezvous store ended (its error stands above)" in done.stderr

@@ -1,0 +1,46 @@
+"""Recorded machines: /sys and /proc dumps that stand beside the repository, unpacked once a session."""
+
+import json
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TOPOLOGIES = Path(__file__).resolve().parents[2].parent / "shared" / "topologies"
+
+
+@dataclass(frozen=True)
+class Dump:
+    """root: a directory that holds sys/ (and proc/); expected: facts about it, and the placement wanted."""
+
+    root: Path
+    expected: dict
+
+    @property
+    def options(self) -> list[str]:
+        """What numarun needs to see this machine."""
+        words = ["--sysfs", str(self.root)]
+        if "allowed" in self.expected:
+            allowed = self.expected["allowed"]
+            words += ["--allowed-cpus", allowed["cpus"], "--allowed-mems", allowed["mems"]]
+        return words
+
+
+@pytest.fixture(scope="session")
+def dump(tmp_path_factory):
+    """Function from the name of a recorded machine to its Dump."""
+    found: dict[str, Dump] = {}
+
+    def unpack(name: str) -> Dump:
+        folder = TOPOLOGIES / name
+        if not folder.is_dir():
+            pytest.skip(f"recorded machine: missing ../shared/topologies/{name}")
+        if name not in found:
+            target = tmp_path_factory.mktemp(name)
+            with tarfile.open(folder / "fsroot.tar.gz") as tar:
+                tar.extractall(target, filter="data")
+            found[name] = Dump(target / "fsroot", json.loads((folder / "expected.json").read_text()))
+        return found[name]
+
+    return unpack
