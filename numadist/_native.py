@@ -199,7 +199,7 @@ def _nodes_of(words: ctypes.Array) -> frozenset[int]:
     return frozenset(64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1)
 
 
-# ---- memory ------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------
 
 
 def map_memory(num_bytes: int) -> int:
@@ -244,12 +244,12 @@ def page_nodes(address: int, num_bytes: int) -> list[int]:
     return list(nodes[:count])
 
 
-# ---- reductions --------------------------------------------------------------------------------------------------
+# ---- reductions ------------------------------------------------------------------------------------------
 
 
 def supported_isas() -> list[str]:
     """ISA variants of the reduction kernels this CPU runs, best first; the last is "portable"."""
-    names = []
+    names: list[str] = []
     while (name := lib.nd_isa_name(len(names))) is not None:
         names.append(name.decode())
     return names
@@ -262,7 +262,7 @@ def reduce_local(isa: str, dst: int, srcs: Sequence[int], count: int, dtype: Dty
     check(code, f"{op.name} of {dtype.name} by {isa}")
 
 
-# ---- groups ------------------------------------------------------------------------------------------------------
+# ---- groups ----------------------------------------------------------------------------------------------
 
 
 def create_segment(world: int, nonce: int, one_shot_bytes: int, nodes: Sequence[Iterable[int]] | None) -> int:

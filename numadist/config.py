@@ -30,9 +30,9 @@ class Config:
     cpus: str = knob("NUMADIST_CPUS", "", "CPUs of this rank, e.g. `0-7`; set by numarun.")
 
     # Collectives.
-    spin_us: int = knob("NUMADIST_SPIN_US", 50, "Spin this long for a peer, then yield, then sleep on a futex.")
+    spin_us: int = knob("NUMADIST_SPIN_US", 50, "Spin so long for a peer, then yield, then sleep on a futex.")
     one_shot_bytes: int = knob(
-        "NUMADIST_ONE_SHOT_BYTES", -1, "Largest all_reduce of 3 and more ranks in one step; -1: from the table."
+        "NUMADIST_ONE_SHOT_BYTES", -1, "Largest one-step all_reduce of 3 and more ranks; -1: from a table."
     )
 
     # Diagnosis.

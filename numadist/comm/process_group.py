@@ -1,9 +1,12 @@
 """Backend "numa": a torch ProcessGroup on the shared-memory core.
 
-Every collective is complete when its method returns; async_op=True gives a finished Work with a future. The methods
-have the names and arguments that torch.distributed calls, both the present ones (all_gather_single) and those of
-older releases (_allgather_base).
+Every collective is complete when its method returns; async_op=True gives a finished Work with a future. The
+methods have the names and arguments that torch.distributed calls, both the present ones (all_gather_single)
+and those of older releases (_allgather_base).
 """
+
+# torch's stubs give each method two overloads, one of which only C++ backends need.
+# mypy: disable-error-code="override,assignment"
 
 import datetime
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ from numadist.log import get_logger
 log = get_logger(__name__)
 _lib = _native.lib
 
-# Open groups by torch's name. pybind does not keep a Python subclass alive for C++, so this does, until shutdown.
+# Open groups by torch's name. pybind does not keep a Python subclass alive for C++, so this does.
 _groups: dict[str, "ShmGroup"] = {}
 
 
@@ -44,7 +47,7 @@ class ShmGroup(dist.ProcessGroup):
     """Ranks of one machine that share a segment. One handle of the core, closed by shutdown()."""
 
     def __init__(self, handle: int, rank: int, world: int, timeout_s: float):
-        super().__init__(rank, world)
+        super().__init__(rank, world)  # type: ignore[call-arg]
         self._handle: int | None = handle
         self._rank = rank
         self._world = world
@@ -52,7 +55,7 @@ class ShmGroup(dist.ProcessGroup):
         self._name = ""
         self._desc = ""
 
-    # ---- what torch asks of a group ------------------------------------------------------------------------------
+    # ---- what torch asks of a group -----------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -119,7 +122,7 @@ class ShmGroup(dist.ProcessGroup):
     def __repr__(self) -> str:
         return f"ShmGroup(name={self._name!r}, rank={self._rank}, world={self._world})"
 
-    # ---- collectives -----------------------------------------------------------------------------------------------
+    # ---- collectives --------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None) -> Work:
         self._check(_lib.nd_barrier(self._core()))
@@ -287,7 +290,7 @@ class ShmGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
+    # ---- inside -------------------------------------------------------------------------------------------
 
     def _core(self) -> int:
         if self._handle is None:
@@ -348,7 +351,7 @@ class ShmGroup(dist.ProcessGroup):
 
 
 def create(options: Any, backend_options: Any) -> ShmGroup:
-    """torch's creator function. Waits until all ranks of the group are there. Raises: CommError, ConfigError."""
+    """torch's creator function: waits for all ranks of the group. Raises: CommError, ConfigError."""
     import numadist.comm.ops  # noqa: F401  (registers torch.ops.numadist.*)
 
     rank, world = options.group_rank, options.group_size

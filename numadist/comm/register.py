@@ -6,14 +6,14 @@ BACKEND = "numa"
 
 
 def create_process_group(options: Any, backend_options: Any) -> Any:
-    """torch's creator function: one ShmGroup per (group, rank). The import is late so that `import torch` stays cheap."""
+    """torch's creator function. The import is late so that `import torch` stays cheap."""
     from numadist.comm.process_group import create
 
     return create(options, backend_options)
 
 
 def autoload() -> None:
-    """Entry point `torch.backends`: runs at the end of `import torch`, in every program of this environment."""
+    """Entry point `torch.backends`: runs at the end of `import torch`, in every program that has us."""
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, BACKEND.upper()):

@@ -19,8 +19,8 @@ from numadist.log import get_logger
 log = get_logger(__name__)
 
 KEY = "numadist/segment"
-# A key left by an earlier run (file stores keep them) points nowhere or to a stranger until rank 0 overwrites it,
-# so a segment that cannot be opened is tried again this long before it is an error.
+# A key left by an earlier run (file stores keep them) points nowhere or to a stranger until rank 0 overwrites
+# it, so a segment that cannot be opened is tried again this long before it is an error.
 STALE_S = 20.0
 
 
@@ -79,7 +79,7 @@ def _open_published(text: bytes, rank: int, world: int, timeout_ns: int, spin_ns
 
 
 def open_group(store: Store, rank: int, world: int, timeout_s: float, global_ranks: Sequence[int]) -> int:
-    """Handle of a group whose ranks have all mapped one segment. Raises: CommError, or what the store raises."""
+    """Handle of a group whose ranks have all mapped one segment. Raises: CommError; what the store raises."""
     timeout_ns, spin_ns = int(timeout_s * 1e9), config().spin_us * 1000
     if rank == 0:
         fd, nonce = _publish(store, world, nodes_of_ranks(global_ranks))
@@ -109,8 +109,8 @@ def _open_when_published(store: Store, rank: int, world: int, timeout_ns: int, s
         except OSError as error:
             if time.monotonic() > deadline:
                 raise CommError(
-                    f"rank {rank} cannot open the segment of rank 0 ({text.decode()}): {error.strerror}. All ranks "
-                    f"must run on one machine, under one user, in one pid namespace."
+                    f"rank {rank} cannot open the segment of rank 0 ({text.decode()}): {error.strerror}. "
+                    f"All ranks must run on one machine, under one user, in one pid namespace."
                 ) from None
         # Yield to the process that serves the store; there is no event for an overwritten key.
         time.sleep(0.002)

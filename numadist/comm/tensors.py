@@ -55,6 +55,6 @@ def same_dtype_and_size(what: str, tensors: Sequence[Tensor], dtype: torch.dtype
     for i, t in enumerate(tensors):
         if t.dtype != dtype or t.numel() != numel:
             raise CommError(
-                f"{what}: tensor {i} is {t.dtype} with {t.numel()} elements, the others {dtype} with {numel}; "
-                f"all must be alike."
+                f"{what}: tensor {i} is {t.dtype} with {t.numel()} elements, the others {dtype} with "
+                f"{numel}; all must be alike."
             )

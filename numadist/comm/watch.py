@@ -55,7 +55,8 @@ def error_of(handle: int, code: int, name: str, rank: int, world: int, timeout_s
     if code == -errno.EPROTO:
         return CollectiveMismatch(
             f"group {name!r}, collective {report.seq}: rank {report.reporter} called {mine}, "
-            f"rank {report.peer} called {describe(report.theirs)}. All ranks must make the same calls in one order."
+            f"rank {report.peer} called {describe(report.theirs)}. "
+            f"All ranks must make the same calls in the same order."
         )
     if code == -errno.ECANCELED:
         return CommError(f"rank {rank}: group {name!r} was aborted by rank {report.reporter}.")

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work, _create_work_from_future
+from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]
 
 
 class DoneWork(Work):

@@ -20,13 +20,13 @@ def bind(address: int, num_bytes: int, nodes: Iterable[int]) -> None:
     code = _native.bind_memory(address, num_bytes, asked)
     if code == -errno.EINVAL:
         raise BindError(
-            f"asked for memory on nodes {sorted(asked)}: the kernel knows no such node with memory, or this cgroup "
-            f"does not allow it (Mems_allowed in /proc/self/status)."
+            f"asked for memory on nodes {sorted(asked)}: the kernel knows no such node with memory, or this "
+            f"cgroup does not allow it (Mems_allowed in /proc/self/status)."
         )
     if code == -errno.EPERM:
         raise BindError(
-            f"asked for memory on nodes {sorted(asked)}: mbind is forbidden here (a container's seccomp filter?). "
-            f"Allow it, for docker with --cap-add SYS_NICE."
+            f"asked for memory on nodes {sorted(asked)}: mbind is forbidden here (a container's seccomp "
+            f"filter?). Allow it, for docker with --cap-add SYS_NICE."
         )
     if code != 0:
         raise BindError(f"asked for memory on nodes {sorted(asked)}: mbind says {os.strerror(-code)}.")

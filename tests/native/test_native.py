@@ -45,7 +45,8 @@ def build(request, tmp_path_factory):
 
 def run(program: Path, *arguments: object) -> str:
     done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, f"{program.name} {arguments}: exit {done.returncode}\n{done.stdout}{done.stderr}"
+    said = f"{done.stdout}{done.stderr}"
+    assert done.returncode == 0, f"{program.name} {arguments}: exit {done.returncode}\n{said}"
     return done.stdout
 
 

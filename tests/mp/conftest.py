@@ -1,0 +1,11 @@
+"""Worker pools for tests with several ranks; functions sent to them live in the test modules."""
+
+import pytest
+from pool import ranks
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=lambda world: f"{world}ranks")
+def pool(request):
+    """Two, then three ranks in one group of backend numa, shared by a module's tests."""
+    with ranks(request.param) as started:
+        yield started

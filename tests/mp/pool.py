@@ -1,0 +1,98 @@
+"""A pool of ranks for tests: started once per module, each runs functions it is sent.
+
+No launcher: plain spawned processes with torch's file store.
+"""
+
+import contextlib
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+# A rank imports torch once (seconds on a loaded machine); one answer may take this long.
+ANSWER_S = 50.0
+
+
+def _serve(rank: int, world: int, store_path: str, backend: str, timeout_s: float, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(store_path, world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    pipe.send((True, os.getpid()))
+    while (job := pipe.recv()) is not None:
+        function, args = job
+        try:
+            pipe.send((True, function(rank, world, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Pool:
+    """`world` ranks in processes of their own, in one process group."""
+
+    def __init__(self, world: int, backend: str, timeout_s: float, folder: str):
+        context = mp.get_context("spawn")
+        self.world = world
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            args = (rank, world, os.path.join(folder, "store"), backend, timeout_s, theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self.pids = [self._answer(rank) for rank in range(world)]
+
+    def send(self, rank: int, function: Callable, *args: Any) -> None:
+        self.pipes[rank].send((function, args))
+
+    def _answer(self, rank: int) -> Any:
+        assert self.pipes[rank].poll(ANSWER_S), f"rank {rank} gave no answer in {ANSWER_S:g} s"
+        try:
+            ok, value = self.pipes[rank].recv()
+        except EOFError:
+            raise AssertionError(f"rank {rank} died") from None
+        assert ok, f"rank {rank} of {self.world}:\n{value}"
+        return value
+
+    def answers(self, ranks: range | list[int]) -> list[Any]:
+        """What the ranks' functions returned; their exceptions fail the test with the rank's own traceback."""
+        return [self._answer(rank) for rank in ranks]
+
+    def run(self, function: Callable, *args: Any) -> list[Any]:
+        """function(rank, world, *args) on every rank; returns the results in rank order."""
+        for rank in range(self.world):
+            self.send(rank, function, *args)
+        return self.answers(range(self.world))
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def ranks(world: int, backend: str = "numa", timeout_s: float = 30.0) -> Iterator[Pool]:
+    with tempfile.TemporaryDirectory() as folder:
+        pool = Pool(world, backend, timeout_s, folder)
+        try:
+            yield pool
+        finally:
+            pool.close()
