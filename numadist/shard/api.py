@@ -1,0 +1,108 @@
+"""`numadist.shard`: an unmodified model in, this rank's part of it out."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from numadist.errors import ShardError
+from numadist.log import get_logger
+from numadist.memory.local import local_copy
+from numadist.shard.apply import apply, check_fits
+from numadist.shard.blocks import build_schema
+from numadist.shard.capture import as_args, capture
+from numadist.shard.load import localize_parameters
+from numadist.shard.reduce import Emitter, emit_functional, emit_numadist
+from numadist.shard.schema import Schema
+
+log = get_logger(__name__)
+
+
+class ShardedModel(torch.nn.Module):
+    """One rank's part of a model; called as the original is, returns what the original returns on every rank.
+
+    Non-tensor keyword inputs of the example (`use_cache=False`) are part of the graph and may be left out.
+    """
+
+    def __init__(self, local: GraphModule, schema: Schema, rank: int, constants: Mapping[str, Any]):
+        super().__init__()
+        self.local = local
+        self.schema = schema
+        self.rank = rank
+        self._constants = dict(constants)
+        self._run: Any = local
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **{**self._constants, **kwargs})
+
+    def compile_local(self, **options: Any) -> None:
+        """Compile this rank's graph with torch.compile; the first call then takes the time compilation takes."""
+        self._run = torch.compile(self.local, **options)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of the parameters this rank holds, tied names counted once."""
+        return sum(p.numel() * p.element_size() for p in self.local.parameters())
+
+
+def shard(
+    model: torch.nn.Module,
+    example_inputs: Any,
+    *,
+    group: dist.ProcessGroup | None = None,
+    schema: Schema | None = None,
+    dynamic_shapes: Any = None,
+    compile: bool = False,
+) -> ShardedModel:
+    """Split an unmodified model over the ranks of `group`; a collective call: every rank makes it alike.
+
+    example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs, equal in shape on all ranks.
+    dynamic_shapes: as torch.export.export takes it, for inputs whose sizes change between calls.
+    schema: decisions to use instead of planning, e.g. an edited `Schema.load(path)`.
+    Keeps no reference to the full weights; drop yours to free them.
+    Raises: ShardError if the model cannot be captured, no group exists, or the schema does not fit.
+    """
+    if not dist.is_initialized():
+        raise ShardError(
+            "numadist.shard needs a process group: call torch.distributed.init_process_group('numa') first, "
+            "and start the script with numarun"
+        )
+    pg = group if group is not None else dist.group.WORLD
+    rank, num_ranks = dist.get_rank(pg), dist.get_world_size(pg)
+    args, kwargs = as_args(example_inputs)
+    gm = capture(model, args, kwargs, dynamic_shapes)
+    if schema is None:
+        schema = build_schema(gm, num_ranks)
+        warn_left_alone(schema)
+    check_fits(gm, schema, num_ranks)
+    apply(gm, schema, rank, _emitter(pg))
+    localize_parameters(gm, schema, rank, local_copy)
+    constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
+    sharded = ShardedModel(gm, schema, rank, constants)
+    if compile:
+        sharded.compile_local()
+    log.info("sharded %s over %d ranks: %d blocks", type(model).__name__, num_ranks, len(schema.blocks))
+    return sharded
+
+
+def _emitter(group: dist.ProcessGroup) -> Emitter:
+    emit = emit_numadist if dist.get_backend(group) == "numa" else emit_functional
+    return emit(group.group_name, dist.get_world_size(group))
+
+
+def warn_left_alone(schema: Schema) -> None:
+    """One warning for all layers that run replicated: what, and why."""
+    if not schema.left_alone or schema.num_ranks == 1:
+        return
+    reasons: dict[str, list[str]] = {}
+    for entry in schema.left_alone:
+        reasons.setdefault(entry.reason, []).append(entry.module)
+    text = "; ".join(f"{_listed(modules)}: {reason}" for reason, modules in reasons.items())
+    log.warning("these layers run replicated on every rank: %s", text)
+
+
+def _listed(modules: list[str], limit: int = 3) -> str:
+    shown = ", ".join(modules[:limit])
+    return shown if len(modules) <= limit else f"{shown} and {len(modules) - limit} more"

@@ -1,0 +1,142 @@
+"""Rewrite a captured graph into one rank's graph, as the schema says."""
+
+import operator
+
+from torch.fx import GraphModule, Node
+
+from numadist.errors import ShardError
+from numadist.shard import rules
+from numadist.shard.blocks import fingerprint
+from numadist.shard.graph import aten
+from numadist.shard.placement import Shard
+from numadist.shard.reduce import Emitter, reduce_points
+from numadist.shard.schema import Block, Schema
+
+
+def check_fits(gm: GraphModule, schema: Schema, num_ranks: int) -> None:
+    """Raises: ShardError if the schema was made for another model or another number of ranks."""
+    if schema.num_ranks != num_ranks:
+        raise ShardError(f"the schema is for {schema.num_ranks} ranks, this group has {num_ranks}; plan it again")
+    found = fingerprint(gm)
+    if schema.fingerprint != found:
+        raise ShardError(
+            f"the schema is for another model (its graph is {schema.fingerprint}, this one {found}): "
+            "other config, example shapes or torch version; plan it again"
+        )
+
+
+def apply(gm: GraphModule, schema: Schema, rank: int, emit: Emitter) -> None:
+    """Turn `gm` into the graph of `rank`, in place: local sizes, local slices, one all-reduce a partial value."""
+    nodes = {n.name: n for n in gm.graph.nodes}
+    points = reduce_points(gm, {nodes[name] for name in schema.partial_values()})
+    for block in schema.blocks:
+        _localize_values(block, nodes, rank)
+        _insert_slices(gm, block, nodes, rank)
+        for name in block.lookups:
+            nodes[name] = _split_lookup(gm, nodes[name], block, rank)
+        for name in block.heads:
+            _gather_head(gm, nodes[name], block, rank, emit)
+    for point in points:
+        _insert_all_reduce(gm, nodes[point.name], emit)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    _drop_unused_parameters(gm)
+    gm.recompile()
+
+
+def _localize_values(block: Block, nodes: dict[str, Node], rank: int) -> None:
+    """Replace the literal sizes of the block's ops by this rank's."""
+    lists: dict[str, dict[int, Shard]] = {}
+    for name, shard in block.values.items():
+        head, _, piece = name.partition(".")
+        if piece:
+            lists.setdefault(head, {})[int(piece)] = shard
+        elif nodes[name].target in rules.LOCALIZE and nodes[name].target is not operator.getitem:
+            _rewrite(nodes[name], shard, rank)
+    for head, shards in lists.items():
+        if nodes[head].target in rules.LOCALIZE:
+            _rewrite(nodes[head], shards, rank)
+
+
+def _rewrite(node: Node, want: rules.Want, rank: int) -> None:
+    node.target, node.args = rules.LOCALIZE[node.target](node, want, rank)
+
+
+def _insert_slices(gm: GraphModule, block: Block, nodes: dict[str, Node], rank: int) -> None:
+    """Give the block's ops their part of values that every rank has whole."""
+    for name, (shard, users) in block.slices.items():
+        source = nodes[name]
+        with gm.graph.inserting_after(source):
+            part = source
+            for dim, dim_shard in shard.dims.items():
+                part = _take(gm, part, dim, dim_shard.cuts[rank])
+        for user in users:
+            nodes[user].replace_input_with(source, part)
+
+
+def _take(gm: GraphModule, source: Node, dim: int, cut: tuple[tuple[int, int], ...]) -> Node:
+    """`source` restricted to `cut` along `dim`, inserted right behind it."""
+    with gm.graph.inserting_after(source):
+        pieces = []
+        for start, stop in reversed(cut or ((0, 0),)):
+            pieces.insert(0, gm.graph.call_function(aten.slice.Tensor, (source, dim, start, stop)))
+    if len(pieces) == 1:
+        return pieces[0]
+    with gm.graph.inserting_after(pieces[-1]):
+        return gm.graph.call_function(aten.cat.default, (pieces, dim))
+
+
+def _split_lookup(gm: GraphModule, node: Node, block: Block, rank: int) -> Node:
+    """Embedding of this rank's rows; tokens of other ranks give zeros. Returns the partial value."""
+    weight, tokens, *rest = node.args
+    ((start, stop),) = block.params[str(weight.target)].dims[0].cuts[rank]
+    g = gm.graph
+    with g.inserting_before(node):
+        row = g.call_function(aten.sub.Tensor, (tokens, start))
+        below = g.call_function(aten.lt.Scalar, (row, 0))
+        above = g.call_function(aten.ge.Scalar, (row, stop - start))
+        foreign = g.call_function(aten.logical_or.default, (below, above))
+        safe = g.call_function(aten.masked_fill.Scalar, (row, foreign, 0))
+    node.args = (weight, safe, *rest)
+    users = list(node.users)
+    with g.inserting_before(node.next):
+        mask = g.call_function(aten.unsqueeze.default, (foreign, -1))
+        partial = g.call_function(aten.masked_fill.Scalar, (node, mask, 0.0))
+    for user in users:
+        user.replace_input_with(node, partial)
+    return partial
+
+
+def _gather_head(gm: GraphModule, node: Node, block: Block, rank: int, emit: Emitter) -> None:
+    """Logits of all ranks' rows side by side. Chunks are equal but for the last one, which is padded on the way."""
+    rows = block.params[str(node.args[1].target)].dims[0]
+    num_ranks, chunk, size = len(rows.cuts), rows.local_size(0), rows.cuts[-1][0][1]
+    g, users = gm.graph, list(node.users)
+    with g.inserting_before(node.next):
+        x = node
+        if rows.local_size(rank) < chunk:
+            x = g.call_function(aten.constant_pad_nd.default, (x, [0, chunk - rows.local_size(rank)]))
+        x = emit.all_gather(g, x)  # [ranks * d0, ..., chunk]
+        x = g.call_function(aten.unflatten.int, (x, 0, [num_ranks, -1]))
+        x = g.call_function(aten.movedim.int, (x, 0, -2))  # [d0, ..., ranks, chunk]
+        x = g.call_function(aten.flatten.using_ints, (x, -2, -1))
+        x = g.call_function(aten.slice.Tensor, (x, -1, 0, size))
+    for user in users:
+        user.replace_input_with(node, x)
+
+
+def _insert_all_reduce(gm: GraphModule, node: Node, emit: Emitter) -> None:
+    users = list(node.users)
+    with gm.graph.inserting_before(node.next):
+        total = emit.all_reduce(gm.graph, node)
+    for user in users:
+        user.replace_input_with(node, total)
+
+
+def _drop_unused_parameters(gm: GraphModule) -> None:
+    """Forget parameters that no node reads (the second name of a tied weight, unused heads)."""
+    used = {str(n.target) for n in gm.graph.nodes if n.op == "get_attr"}
+    for name, _ in list(gm.named_parameters(remove_duplicate=False)):
+        if name not in used:
+            owner, _, leaf = name.rpartition(".")
+            delattr(gm.get_submodule(owner), leaf)

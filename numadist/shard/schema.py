@@ -1,0 +1,114 @@
+"""The partition schema: every decision of the compiler as data. JSON in, JSON out, versioned, editable.
+
+Deleting a block from the JSON leaves that block replicated. Names of values are the nodes of the exported graph,
+which torch.export makes the same way on every rank.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from numadist.errors import ShardError
+from numadist.shard.placement import Shard
+
+VERSION = 1
+
+
+@dataclass
+class Block:
+    """One sharded block. `values` of an op that returns a list are keyed `name.index`."""
+
+    kind: str  # attention | gated mlp | mlp | vocabulary: for people, read off the ops inside
+    module: str  # path of the innermost module that holds the whole block
+    sink: str | None  # row-parallel layer: its output is partial; none in a vocabulary block
+    columns: list[str]  # column-parallel layers
+    units: list[int]  # the cut falls on multiples of these indices of the sink's contracted dim
+    params: dict[str, Shard]  # sharded parameters
+    partial_params: list[str]  # kept by rank 0, zero elsewhere: the bias of the row-parallel layer
+    values: dict[str, Shard]  # sharded activations
+    slices: dict[str, tuple[Shard, list[str]]]  # replicated value -> (part a rank takes, nodes that take it)
+    lookups: list[str] = field(default_factory=list)  # embeddings of a table cut over its rows: output is partial
+    heads: list[str] = field(default_factory=list)  # linear layers over that table: output is gathered
+
+
+@dataclass
+class LeftAlone:
+    """A linear layer that runs replicated, and the reason in words."""
+
+    module: str
+    node: str
+    reason: str
+
+
+@dataclass
+class Schema:
+    num_ranks: int
+    fingerprint: str  # of the exported graph: a schema fits one model and one set of parameter shapes
+    blocks: list[Block] = field(default_factory=list)
+    left_alone: list[LeftAlone] = field(default_factory=list)
+
+    def param_shards(self) -> dict[str, Shard]:
+        """Placement of every sharded parameter; all others are replicated."""
+        return {name: shard for block in self.blocks for name, shard in block.params.items()}
+
+    def partial_params(self) -> set[str]:
+        return {name for block in self.blocks for name in block.partial_params}
+
+    def partial_values(self) -> set[str]:
+        """Values that are a sum still missing the other ranks, where they are made."""
+        sinks = {block.sink for block in self.blocks if block.sink is not None}
+        return sinks | {name for block in self.blocks for name in block.lookups}
+
+    def to_json(self) -> str:
+        data = {"numadist_schema": VERSION, **asdict(self)}
+        data["blocks"] = [_block_to_json(b) for b in self.blocks]
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Schema":
+        """Raises: ShardError if the text is no schema or of another version."""
+        try:
+            data = json.loads(text)
+            version = data.pop("numadist_schema")
+        except (ValueError, KeyError, AttributeError):
+            raise ShardError('not a numadist schema: expected JSON with the key "numadist_schema"') from None
+        if version != VERSION:
+            raise ShardError(f"schema version {version}, this numadist reads {VERSION}; plan the model again")
+        try:
+            data["blocks"] = [_block_from_json(b) for b in data["blocks"]]
+            data["left_alone"] = [LeftAlone(**entry) for entry in data["left_alone"]]
+            return cls(**data)
+        except (TypeError, KeyError, ValueError) as e:
+            raise ShardError(f"damaged numadist schema: {type(e).__name__}: {e}") from None
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Schema":
+        return cls.from_json(Path(path).read_text())
+
+
+_PLAIN_FIELDS = ("kind", "module", "sink", "columns", "units", "partial_params", "lookups", "heads")
+
+
+def _block_to_json(block: Block) -> dict[str, Any]:
+    return {
+        **{k: getattr(block, k) for k in _PLAIN_FIELDS},
+        "params": {name: shard.to_json() for name, shard in block.params.items()},
+        "values": {name: shard.to_json() for name, shard in block.values.items()},
+        "slices": {name: [shard.to_json(), users] for name, (shard, users) in block.slices.items()},
+    }
+
+
+def _block_from_json(data: Mapping[str, Any]) -> Block:
+    return Block(
+        **{
+            **data,
+            "params": {n: Shard.from_json(s) for n, s in data["params"].items()},
+            "values": {n: Shard.from_json(s) for n, s in data["values"].items()},
+            "slices": {n: (Shard.from_json(s), list(users)) for n, (s, users) in data["slices"].items()},
+        }
+    )

@@ -1,0 +1,93 @@
+"""Run all ranks of a sharded model in one process: one thread a rank, sums exchanged over a barrier.
+
+The passes under test are the real ones; only the transport of the all-reduce is a Python list, so that planning and
+rewriting can be tested for any number of ranks without a process group.
+"""
+
+import functools
+import threading
+from typing import Any
+
+import torch
+
+from numadist.shard.apply import apply
+from numadist.shard.blocks import build_schema
+from numadist.shard.capture import as_args, capture
+from numadist.shard.load import localize_parameters
+from numadist.shard.reduce import Emitter
+from numadist.shard.schema import Schema
+
+TIMEOUT_S = 60
+
+
+class Board:
+    """Collectives between the threads of one process, summed in rank order."""
+
+    def __init__(self, num_ranks: int):
+        self.values: list[Any] = [None] * num_ranks
+        self.barrier = threading.Barrier(num_ranks, timeout=TIMEOUT_S)
+
+    def _exchange(self, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        self.values[rank] = x
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
+        return values
+
+    def all_reduce(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return functools.reduce(torch.add, self._exchange(x, rank))
+
+    def all_gather(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return torch.cat(self._exchange(x, rank))
+
+    def emitter(self, rank: int) -> Emitter:
+        return Emitter(
+            all_reduce=lambda g, x: g.call_function(self.all_reduce, (x, rank)),
+            all_gather=lambda g, x: g.call_function(self.all_gather, (x, rank)),
+        )
+
+
+def shard_all(
+    model: torch.nn.Module, example_inputs: Any, num_ranks: int, dynamic_shapes: Any = None, schema=None
+) -> tuple[Schema, list[torch.fx.GraphModule], Board]:
+    """Every rank's graph of `model`."""
+    board = Board(num_ranks)
+    args, kwargs = as_args(example_inputs)
+    graphs = []
+    for rank in range(num_ranks):
+        gm = capture(model, args, kwargs, dynamic_shapes)
+        schema = schema or build_schema(gm, num_ranks)
+        apply(gm, schema, rank, board.emitter(rank))
+        localize_parameters(gm, schema, rank, torch.clone)
+        graphs.append(gm)
+    return schema, graphs, board
+
+
+def run_all(graphs: list[torch.fx.GraphModule], inputs: Any, board: Board) -> list[Any]:
+    """Every rank's output. An error in one rank is raised here."""
+    args, kwargs = as_args(inputs)
+    outputs: list[Any] = [None] * len(graphs)
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            with torch.no_grad():
+                outputs[rank] = graphs[rank](*args, **kwargs)
+        except BaseException as e:
+            errors.append(e)
+            board.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(len(graphs))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return outputs
+
+
+def local_fraction(graphs: list[torch.fx.GraphModule], model: torch.nn.Module) -> float:
+    """Largest rank's share of the model's parameter elements."""
+    total = sum(p.numel() for p in model.parameters())
+    return max(sum(p.numel() for p in gm.parameters()) for gm in graphs) / total
