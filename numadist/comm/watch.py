@@ -23,10 +23,11 @@ def describe(call: Call) -> str:
     return f"{coll.name.lower()}({', '.join(words)})"
 
 
-def _missing(handle: int, world: int) -> str:
+def _missing(handle: int, world: int, joined: bool) -> str:
     """The ranks that have not arrived, as this rank saw them when it failed."""
     peers = _native.group_peers(handle, world)
-    late = [f"rank {r} ({'alive' if state == 0 else 'dead'})" for r, state in enumerate(peers) if state != 1]
+    words = {0: "alive" if joined else "never joined", -1: "dead"}
+    late = [f"rank {r} ({words[state]})" for r, state in enumerate(peers) if state != 1]
     return ", ".join(late) or "nobody any more"
 
 
@@ -42,7 +43,8 @@ def error_of(handle: int, code: int, name: str, rank: int, world: int, timeout_s
     where = f"group {name!r}, collective {report.seq}, {mine}"
     seen_by = "" if report.reporter == rank else f" (reported by rank {report.reporter})"
     if code == -errno.ETIMEDOUT:
-        missing = _missing(handle, world) if report.reporter == rank else f"rank {report.peer}"
+        joined = report.mine.coll != Coll.CONNECT
+        missing = _missing(handle, world, joined) if report.reporter == rank else f"rank {report.peer}"
         return CollectiveTimeout(
             f"rank {rank}: {where}: not arrived within {timeout_s:g} s: {missing}{seen_by}. "
             f"Look what these ranks do (py-spy dump --pid), or raise the timeout of init_process_group."

@@ -125,6 +125,7 @@ int wait_event_slow(NdGroup& g, int peer, uint64_t seq) {
   const uint64_t begin = now_ns();
   uint64_t now = begin;
   int code = 0;
+  g.awaited = seq;
   while (code == 0) {
     for (int i = 0; i < kSpinsPerClock; ++i) {
       if (has_arrived(g, peer, seq)) {
@@ -156,7 +157,8 @@ int fail(NdGroup& g, int code, int peer, const NdCall& theirs) {
   const int pid = peer >= 0 ? g.parts[peer].control.identity.pid : 0;
   g.report = NdReport{code, g.rank, peer, pid, g.num_colls, g.call, theirs};
   for (int p = 0; p < g.world; ++p) {
-    const bool here = p == g.rank || has_arrived(g, p, g.seq);
+    const bool joined = g.parts[p].control.identity.state.load(std::memory_order_acquire) != kEmpty;
+    const bool here = p == g.rank || (joined && has_arrived(g, p, g.awaited));
     g.peer_state[p] = here ? 1 : (is_gone(g, p) ? -1 : 0);
   }
   uint32_t expected = kRunning;

@@ -96,6 +96,7 @@ struct NdGroup {
   uint64_t num_swaps;    // chunks that went through swap slots
   uint64_t num_colls;    // collectives entered; names the collective in reports
   uint64_t deadline_ns;  // of the running collective
+  uint64_t awaited;      // the event waited for last; peers that lack it are named in a report
   NdCall call;           // the running collective
   int failed;            // sticky code
   NdReport report;

@@ -68,7 +68,7 @@ class Pool:
         return value
 
     def answers(self, ranks: range | list[int]) -> list[Any]:
-        """What the ranks' functions returned; their exceptions fail the test with the rank's own traceback."""
+        """What the ranks' functions returned; an exception fails the test with the rank's own traceback."""
         return [self._answer(rank) for rank in ranks]
 
     def run(self, function: Callable, *args: Any) -> list[Any]:

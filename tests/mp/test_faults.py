@@ -57,7 +57,7 @@ def test_killed_rank_raises_peer_lost_on_every_survivor_within_2_s(name):
     with ranks(3) as pool:
         for rank in (0, 1):
             pool.send(rank, call_until_error, name)
-        # Rank 2 takes part a thousand times and then dies by its own hand, in the middle of things for the others.
+        # Rank 2 takes part a thousand times and then dies, in the middle of things for the others.
         pool.send(2, die_after, name, 1000)
         pool.processes[2].join()
         died = time.monotonic()
