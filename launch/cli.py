@@ -50,6 +50,7 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     if not options.dry_run and not options.command:
         raise UsageError("no script given (numarun [options] script.py [args]; see --help)")
+    argv = [] if options.dry_run else _command(options)
     plan = place(machine, options.request)
     plan = replace(plan, warnings=(*plan.warnings, *preflight_warnings(machine, plan, root)))
     if options.dry_run and options.json:
@@ -63,7 +64,7 @@ def _main(argv: Sequence[str]) -> int:
             warn(text)
     else:
         _show_plan(machine, plan, options, say)
-    return _run(options, plan)
+    return _run(options, plan, argv)
 
 
 def _with_environment(options: Options) -> Options:
@@ -94,9 +95,8 @@ def _show_plan(machine: Machine, plan: Plan, options: Options, show: Callable[[s
         warn(text)
 
 
-def _run(options: Options, plan: Plan) -> int:
+def _run(options: Options, plan: Plan, argv: list[str]) -> int:
     _open_standard_streams()
-    argv = _command(options)
     # Other machines' launchers serve no store: machine 0 does, and must be reachable from them.
     sock = None
     if options.node_rank == 0:

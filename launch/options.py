@@ -212,10 +212,12 @@ def _request(values: dict[str, Any]) -> Request:
     if values["smt"] and values["no_smt"]:
         raise UsageError("--smt and --no-smt cannot be used together")
     per = given[0] if given else "numa"
-    count = _integer(f"--nproc-per-{per}", values[f"nproc_per_{per}"] or "1", 1)
+    count = _integer(f"--nproc-per-{per}", values[f"nproc_per_{per}"], 1) if given else 1
     cpus = None if values["cpus"] is None else _cpu_lists(values["cpus"])
-    if cpus is not None and given and (per != "node" or count != len(cpus)):
-        raise UsageError(f"--cpus names {len(cpus)} ranks but --nproc-per-{per} is {count}")
+    if cpus is not None and given and per != "node":
+        raise UsageError(f"--cpus and --nproc-per-{per} cannot be used together")
+    if cpus is not None and given and count != len(cpus):
+        raise UsageError(f"--cpus names {len(cpus)} ranks but --nproc-per-node is {count}")
     threads = values["omp_threads"]
     return Request(
         per=per,

@@ -146,19 +146,33 @@ def _split(domains: Sequence[Domain], request: Request, where: str, warnings: li
     """count groups of cores: cut inside domains, or joining whole ones, else across with a warning."""
     count, num_domains = request.count, len(domains)
     cores = [core for d in domains for core in d.cores]
-    if count % num_domains == 0:
-        pieces = [p for d in domains for p in _cut(d.cores, count // num_domains, request, where, len(cores))]
-    elif num_domains % count == 0:
+    if num_domains % count == 0:
         step = num_domains // count
         joined = [domains[i : i + step] for i in range(0, num_domains, step)]
-        pieces = [_whole([core for d in group for core in d.cores], request) for group in joined]
-    else:
-        pieces = _cut(cores, count, request, where, len(cores))
-        warnings.append(
-            f"{request.option} {count} on {where} with {num_domains} NUMA nodes: some ranks cross a node; "
-            f"a multiple or a divisor of {num_domains} keeps each rank on whole nodes"
+        return [_whole([core for d in group for core in d.cores], request) for group in joined]
+    _check_room(cores, request, where)
+    share, rest = divmod(count, num_domains)
+    if rest == 0 and all(_room(d.cores, request) >= share for d in domains):
+        return [piece for d in domains for piece in _cut(d.cores, share, request)]
+    warnings.append(
+        f"{request.option} {count} on {where} with {num_domains} NUMA nodes: some ranks cross a node; "
+        f"a multiple or a divisor of {num_domains} keeps each rank on whole nodes"
+    )
+    return _cut(cores, count, request)
+
+
+def _room(cores: Sequence[Core], request: Request) -> int:
+    """Ranks these cores can hold: one a core, with --smt one a thread."""
+    return sum(len(core.cpus) for core in cores) if request.smt else len(cores)
+
+
+def _check_room(cores: Sequence[Core], request: Request, where: str) -> None:
+    have, count = _room(cores, request), request.count
+    if count > have:
+        unit, hint = ("threads", "") if request.smt else ("cores", " (use --smt to count threads)")
+        raise PlacementError(
+            f"{request.option} {count} needs {count} {unit} on {where}, which has {have} allowed {unit}{hint}"
         )
-    return pieces
 
 
 def _whole(cores: Sequence[Core], request: Request) -> Group:
@@ -166,22 +180,15 @@ def _whole(cores: Sequence[Core], request: Request) -> Group:
     return tuple(cores), tuple(sorted(cpus))
 
 
-def _cut(cores: Sequence[Core], count: int, request: Request, where: str, cores_there: int) -> list[Group]:
+def _cut(cores: Sequence[Core], count: int, request: Request) -> list[Group]:
     """count pieces of neighbouring cores; the remainder goes one each to the first."""
     if count <= len(cores):
         return [_whole(piece, request) for piece in _chunks(cores, count)]
     threads = [(core, cpu) for core in cores for cpu in core.cpus]
-    if request.smt and count <= len(threads):
-        pieces = _chunks(threads, count)
-        return [
-            (tuple(dict.fromkeys(core for core, _ in p)), tuple(sorted(cpu for _, cpu in p))) for p in pieces
-        ]
-    hint = "" if request.smt else " (use --smt to count threads)"
-    unit, have = ("threads", len(threads)) if request.smt else ("cores", cores_there)
-    raise PlacementError(
-        f"{request.option} {request.count} needs {request.count} {unit} on {where}, "
-        f"which has {have} allowed {unit}{hint}"
-    )
+    return [
+        (tuple(dict.fromkeys(core for core, _ in piece)), tuple(sorted(cpu for _, cpu in piece)))
+        for piece in _chunks(threads, count)
+    ]
 
 
 def _chunks(items: Sequence, count: int) -> list[Sequence]:
@@ -242,7 +249,7 @@ def _memory(
     """The rank's own nodes with usable memory, else the nearest one with a warning."""
     own = sorted({n for d in domains for n in d.nodes})
     usable = machine.memory_of(own)
-    if request.mem == "none":
+    if request.mem == "none" or not machine.has_numa:
         return usable or tuple(own)
     if request.strict:
         _check_memory_allowed(machine, rank, own)

@@ -99,7 +99,7 @@ def test_a_grandchild_that_keeps_the_pipe_open_is_not_waited_for_and_does_not_su
     assert done.returncode == 4
     assert time.monotonic() - began < 10
     numbers = [int(line.split("] ")[1]) for line in done.stdout.splitlines()]
-    assert len(numbers) >= 2, done.stdout
+    assert numbers, "rank 1 told its child's number before it failed"
     for pid in numbers:
         assert wait_for_end(pid, 2), f"process {pid} survived numarun"
 
