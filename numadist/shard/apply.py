@@ -16,7 +16,9 @@ from numadist.shard.schema import Block, Schema
 def check_fits(gm: GraphModule, schema: Schema, num_ranks: int) -> None:
     """Raises: ShardError if the schema was made for another model or another number of ranks."""
     if schema.num_ranks != num_ranks:
-        raise ShardError(f"the schema is for {schema.num_ranks} ranks, this group has {num_ranks}; plan it again")
+        raise ShardError(
+            f"the schema is for {schema.num_ranks} ranks, this group has {num_ranks}; plan it again"
+        )
     found = fingerprint(gm)
     if schema.fingerprint != found:
         raise ShardError(
@@ -77,7 +79,7 @@ def _insert_slices(gm: GraphModule, block: Block, nodes: dict[str, Node], rank: 
 def _take(gm: GraphModule, source: Node, dim: int, cut: tuple[tuple[int, int], ...]) -> Node:
     """`source` restricted to `cut` along `dim`, inserted right behind it."""
     with gm.graph.inserting_after(source):
-        pieces = []
+        pieces: list[Node] = []
         for start, stop in reversed(cut or ((0, 0),)):
             pieces.insert(0, gm.graph.call_function(aten.slice.Tensor, (source, dim, start, stop)))
     if len(pieces) == 1:

@@ -8,8 +8,8 @@ from torch.fx import GraphModule, Node
 from numadist.shard import graph, propagate
 from numadist.shard.graph import aten
 from numadist.shard.placement import Shard
-from numadist.shard.vocabulary import VocabularyPlan
 from numadist.shard.schema import Block, LeftAlone, Schema
+from numadist.shard.vocabulary import VocabularyPlan
 
 _ATTENTION_OPS = {aten.scaled_dot_product_attention.default, aten.softmax.int, aten._softmax.default}
 # (normalised) contractions between activations are attention too, in models that spell it out

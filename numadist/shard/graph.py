@@ -97,7 +97,9 @@ class Dependencies:
     def same_parameter(self, node: Node) -> list[Node]:
         """All nodes that read this node's parameter, under whatever tied name."""
         param = self.parameters[str(node.target)]
-        return [n for n in self.nodes if self.is_parameter(n) and n.users and self.parameters[n.target] is param]
+        return [
+            n for n in self.nodes if self.is_parameter(n) and n.users and self.parameters[n.target] is param
+        ]
 
     def is_parameter(self, node: Node) -> bool:
         return node.op == "get_attr" and node.target in self.parameters

@@ -22,7 +22,9 @@ from numadist.shard.placement import CannotShard, DimShard, NeedsUnit, Shard, ba
 from numadist.shard.vocabulary import VocabularyPlan, plan_vocabulary
 
 NO_COLUMN = "no linear layer before it can be column-parallel"
-_MAX_RESTARTS = 8  # every restart adds one unit of the model (head, KV group, interleave): far more than any has
+_MAX_RESTARTS = (
+    8  # every restart adds one unit of the model (head, KV group, interleave): far more than any has
+)
 
 
 @dataclass
@@ -32,7 +34,9 @@ class BlockPlan:
     sink: Contraction
     columns: list[Node]
     values: dict[Node, rules.Want]  # sharded activations, and the parameters' own nodes
-    slices: dict[Node, tuple[Shard, list[Node]]]  # replicated value -> (what a rank needs of it, who needs it)
+    slices: dict[
+        Node, tuple[Shard, list[Node]]
+    ]  # replicated value -> (what a rank needs of it, who needs it)
     params: dict[str, Shard]
     units: tuple[int, ...]
 
@@ -297,4 +301,3 @@ class _Walk:
                 raise _Failed(f"parameter {node.target} is also used outside the block", node)
         if not all(torch.is_floating_point(self.deps.parameters[n.target]) for n in inside):
             raise _Failed("a parameter is not floating point (quantised?)", self.sink.node)
-

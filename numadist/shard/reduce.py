@@ -98,4 +98,3 @@ def emit_numadist(group_name: str, num_ranks: int) -> Emitter:
         return dense
 
     return Emitter(all_reduce, emit_functional(group_name, num_ranks).all_gather)
-

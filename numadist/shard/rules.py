@@ -81,7 +81,9 @@ def broadcast(source: Node, out_ndim: int, want: Shard, last_dims: int = 0) -> S
     dims = {
         d - offset: s
         for d, s in want.dims.items()
-        if d >= offset and d < out_ndim - last_dims and not (is_static(sizes[d - offset]) and sizes[d - offset] == 1)
+        if d >= offset
+        and d < out_ndim - last_dims
+        and not (is_static(sizes[d - offset]) and sizes[d - offset] == 1)
     }
     return Shard(dims)
 
@@ -166,7 +168,13 @@ def expand(node: Node, want: Shard, ctx: Context) -> Demands:
     return {node.args[0]: part} if part else {}
 
 
-@rule(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int)
+@rule(
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+)
 def view(node: Node, want: Shard, ctx: Context) -> Demands:
     source = node.args[0]
     in_shape, out_shape = shape(source), shape(node)
@@ -182,7 +190,9 @@ def view(node: Node, want: Shard, ctx: Context) -> Demands:
             mapped = regroup(part, out_sizes, in_sizes, ctx.num_ranks, ctx.inside_ok)
             dims |= {ins[i]: s for i, s in mapped.items()}
         else:
-            raise CannotShard(f"a reshape mixes a dynamic dim with the sharded one: {in_shape} -> {out_shape}")
+            raise CannotShard(
+                f"a reshape mixes a dynamic dim with the sharded one: {in_shape} -> {out_shape}"
+            )
     result = Shard.of(dims, in_shape)
     return {source: result} if result else {}
 
@@ -204,7 +214,9 @@ def local_flatten(node: Node, want: Shard, rank: int) -> tuple[Any, tuple]:
 def local_unflatten(node: Node, want: Shard, rank: int) -> tuple[Any, tuple]:
     source, dim, sizes = node.args
     first = positive(dim, len(shape(source)))
-    local = [want.dims[first + i].local_size(rank) if first + i in want.dims else n for i, n in enumerate(sizes)]
+    local = [
+        want.dims[first + i].local_size(rank) if first + i in want.dims else n for i, n in enumerate(sizes)
+    ]
     return node.target, (source, dim, local)
 
 
@@ -273,7 +285,7 @@ def cat(node: Node, want: Shard, ctx: Context) -> Demands:
         raise CannotShard("a concatenation along the sharded dim")
     stacked = node.target is aten.stack.default
     part = Shard({d - (stacked and d > dim): s for d, s in want.dims.items()})
-    return {source: part for source in node.args[0]}
+    return dict.fromkeys(node.args[0], part)
 
 
 @rule(aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten.cumsum.default)

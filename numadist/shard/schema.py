@@ -29,7 +29,9 @@ class Block:
     partial_params: list[str]  # kept by rank 0, zero elsewhere: the bias of the row-parallel layer
     values: dict[str, Shard]  # sharded activations
     slices: dict[str, tuple[Shard, list[str]]]  # replicated value -> (part a rank takes, nodes that take it)
-    lookups: list[str] = field(default_factory=list)  # embeddings of a table cut over its rows: output is partial
+    lookups: list[str] = field(
+        default_factory=list
+    )  # embeddings of a table cut over its rows: output is partial
     heads: list[str] = field(default_factory=list)  # linear layers over that table: output is gathered
 
 

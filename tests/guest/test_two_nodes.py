@@ -48,3 +48,24 @@ def test_plan_follows_the_affinity_numarun_was_started_with(two_nodes):
     plans = two_nodes["plan"].only
     assert [(r["cpus"], r["mem_nodes"]) for r in plans["whole"]] == [([0, 1], [0]), ([2, 3], [1])]
     assert [(r["cpus"], r["mem_nodes"]) for r in plans["one_cpu_of_each_node"]] == [([1], [0]), ([2], [1])]
+
+
+def test_all_reduce_over_two_nodes_is_right(two_nodes):
+    check = two_nodes["sharded_rank"]
+    assert check.exit_code == 0, check.stderr
+    assert sorted(check.by_rank) == [0, 1], check.stdout
+    assert [seen["wrong_sums"] for seen in check.by_rank.values()] == [0, 0]
+
+
+def test_every_page_of_a_shard_is_on_its_ranks_node_alone(two_nodes):
+    for rank, seen in two_nodes["sharded_rank"].by_rank.items():
+        assert seen["shard_shapes"]["0.weight"] == [1024, 64], "half of the hidden layer"
+        for name, pages in seen["shard_pages"].items():
+            assert pages.keys() == {str(rank)}, f"rank {rank}: {name} has pages on {pages}"
+        assert seen["error"] < 1e-5
+
+
+def test_clone_puts_every_page_on_the_node_it_names(two_nodes):
+    for rank, seen in two_nodes["sharded_rank"].by_rank.items():
+        for node, pages in seen["clone_pages"].items():
+            assert pages.keys() == {node}, f"rank {rank}: clone to node {node} has pages on {pages}"

@@ -3,10 +3,10 @@
 import ast
 import re
 import subprocess
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_DIRS = {"numadist": ROOT / "numadist", "numadist.launch": ROOT / "launch"}
@@ -34,10 +34,13 @@ MAY_IMPORT = {
     "memory": BASE | {"_native", "topology", "torch"},
     "comm": BASE | {"_native", "topology", "binding", "memory", "torch"},
     "shard": BASE | {"_native", "topology", "memory", "torch"},
+    "models": BASE | {"torch"},
+    "compare": BASE | {"_native", "topology", "binding", "memory", "comm", "shard", "models", "torch"},
+    "explain_command": BASE | {"shard", "models", "torch"},
     "info": BASE | {"_native", "topology", "binding", "torch"},
     "cli": BASE | {"_native", "topology", "binding", "info", "shard", "torch"},
 }
-MAY_PRINT = {"cli.py", "report.py", "info.py"}
+MAY_PRINT = {"cli.py", "report.py", "info.py", "explain_command.py"}
 MAY_USE_CTYPES = {"numadist/_native.py", "numadist/_syscalls.py"}
 # launch builds the environment of its children, so it copies os.environ as a whole.
 MAY_READ_ENVIRON = {"numadist/config.py", "launch/cli.py"}
@@ -84,7 +87,9 @@ def test_a_part_imports_only_the_parts_below_it(path):
     part = part_of(path)
     assert part in MAY_IMPORT, f"{relative(path)}: part {part!r} is not in MAY_IMPORT of this test"
     foreign = imported_parts(path) - MAY_IMPORT[part] - {part}
-    assert not foreign, f"{relative(path)} ({part}) imports {sorted(foreign)}; allowed: {sorted(MAY_IMPORT[part])}"
+    assert not foreign, (
+        f"{relative(path)} ({part}) imports {sorted(foreign)}; allowed: {sorted(MAY_IMPORT[part])}"
+    )
 
 
 @pytest.mark.parametrize("path", [*ALL_PYTHON, *NATIVE], ids=relative)
@@ -124,7 +129,9 @@ def test_native_core_includes_no_torch_and_no_python_header(path):
     assert not bad, f"{relative(path)} includes {bad}"
 
 
-@pytest.mark.parametrize("package", ["numadist", "numadist.launch.cli", "numadist.topology.sysfs", "numadist.binding"])
+@pytest.mark.parametrize(
+    "package", ["numadist", "numadist.launch.cli", "numadist.topology.sysfs", "numadist.binding"]
+)
 def test_light_packages_do_not_import_torch_or_numpy(package):
     code = f"import sys, {package}; print([m for m in ('torch', 'numpy', 'psutil') if m in sys.modules])"
     out = subprocess.run(["python", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
@@ -138,13 +145,17 @@ def named_paths(document: Path) -> set[str]:
     return {w.rstrip(".") for w in words if "/" in w and w.split("/")[0] in tops}
 
 
-@pytest.mark.parametrize("document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=relative)
+@pytest.mark.parametrize(
+    "document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=relative
+)
 def test_paths_named_in_documents_exist(document):
     missing = sorted(p for p in named_paths(document) if not (ROOT / p).exists())
     assert not missing, f"{relative(document)} names paths that do not exist: {missing}"
 
 
-@pytest.mark.parametrize("document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=relative)
+@pytest.mark.parametrize(
+    "document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=relative
+)
 def test_make_targets_and_variables_named_in_documents_exist(document):
     from numadist import config
 

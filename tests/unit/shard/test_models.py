@@ -58,7 +58,8 @@ def test_tied_embedding_and_head_share_one_cut_table():
     example = {"input_ids": tokens(6) % 509, **FIXED}
     schema, graphs, board = shard_all(model, example, 2)
     (table,) = [b for b in schema.blocks if b.heads]
-    assert table.lookups and list(table.params) == ["lm_head.weight"]
+    assert table.lookups
+    assert list(table.params) == ["lm_head.weight"]
     with torch.no_grad():
         expected = model(**example).logits
     for out in run_all(graphs, example, board):

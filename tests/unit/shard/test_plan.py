@@ -54,7 +54,9 @@ class Attention(nn.Module):
             y = self.qkv(x).view(b, s, self.heads, 3 * c // self.heads).transpose(1, 2)
             q, k, v = y.chunk(3, dim=-1)
         else:  # timm: q/k/v, then head
-            q, k, v = self.qkv(x).reshape(b, s, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+            q, k, v = (
+                self.qkv(x).reshape(b, s, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+            )
         if self.spelled_out:
             weights = (q @ k.transpose(-2, -1) / (c // self.heads) ** 0.5).softmax(-1)
             y = weights @ v
@@ -154,7 +156,10 @@ def test_bias_of_the_row_parallel_layer_is_added_once():
 def test_a_stack_of_linear_layers_is_sharded_in_pairs():
     layers = [m for i in range(5) for m in (nn.Linear(48, 48), nn.ReLU())]
     schema, _ = check_equal(nn.Sequential(*layers), torch.randn(4, 48), 2)
-    assert [(b.columns, b.sink) for b in schema.blocks] == [(["linear"], "linear_1"), (["linear_2"], "linear_3")]
+    assert [(b.columns, b.sink) for b in schema.blocks] == [
+        (["linear"], "linear_1"),
+        (["linear_2"], "linear_3"),
+    ]
     assert [e.node for e in schema.left_alone] == ["linear_4"]
 
 
@@ -176,7 +181,8 @@ def test_an_op_without_a_rule_leaves_its_block_replicated_with_one_warning(caplo
     with caplog.at_level(logging.WARNING, logger="numadist"):
         warn_left_alone(schema)
     (text,) = [r.getMessage() for r in caplog.records if r.name.startswith("numadist")]
-    assert "0.inner.down" in text and "0.inner.up" in text and "no sharding rule for aten.real" in text, text
+    for expected in ("0.inner.down", "0.inner.up", "no sharding rule for aten.real"):
+        assert expected in text, text
 
 
 class LeakyMLP(MLP):

@@ -1,0 +1,92 @@
+"""numadist.shard over real process groups: on backend numa and on gloo it equals the unsharded model."""
+
+import pytest
+import torch
+from pool import ranks
+
+pytest.importorskip("transformers", reason="needs the extra `models`")
+
+pytestmark = pytest.mark.mp
+
+
+@pytest.fixture(
+    scope="module", params=[("numa", 2), ("numa", 3), ("gloo", 2)], ids=lambda p: f"{p[0]}-{p[1]}ranks"
+)
+def group(request):
+    """Ranks in one group of the given backend."""
+    backend, world = request.param
+    with ranks(world, backend) as started:
+        yield started
+
+
+def sharded_and_expected(name, compile=False, dtype=torch.float32):
+    import numadist
+    from numadist import models
+
+    torch._dynamo.reset()
+    model = models.build(name, dtype)
+    ids = torch.randint(512, (1, 12), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        sharded = numadist.shard(model, inputs, compile=compile)
+        return sharded, sharded(input_ids=ids).logits, expected, model
+
+
+def check_model(rank, world, name, compile):
+    sharded, logits, expected, model = sharded_and_expected(name, compile)
+    error = (logits - expected).abs().max().item()
+    assert error < 1e-5, f"{name} on rank {rank} of {world}: {error}"
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    return sharded.local_bytes / whole, logits
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
+def test_sharded_model_equals_the_unsharded_one(group, name):
+    answers = group.run(check_model, name, False)
+    assert max(share for share, _ in answers) < 1 / group.world + 0.1
+    assert all(torch.equal(logits, answers[0][1]) for _, logits in answers), "ranks differ in bits"
+
+
+def test_compiled_sharded_model_equals_the_unsharded_one(group):
+    group.run(check_model, "gpt2-tiny", True)
+
+
+def check_bf16(rank, world):
+    from numadist import models
+
+    _, logits, _, model = sharded_and_expected("llama-tiny", dtype=torch.bfloat16)
+    ids = torch.randint(512, (1, 12), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
+    with torch.no_grad():
+        truth = models.build("llama-tiny").to(torch.bfloat16).float()(**inputs).logits
+        unsharded = (model(**inputs).logits.float() - truth).abs().max().item()
+    ours = (logits.float() - truth).abs().max().item()
+    assert ours <= 1.5 * unsharded + 1e-6, f"bf16 error {ours}, unsharded bf16 {unsharded}"
+
+
+def test_bf16_is_no_further_from_the_truth_than_the_unsharded_model(group):
+    group.run(check_bf16)
+
+
+def check_without_copying_the_whole(rank, world):
+    """The sharded module keeps no reference to full weights."""
+    import gc
+    import weakref
+
+    import numadist
+    from numadist import models
+
+    model = models.build("gpt2-tiny")
+    whole = [weakref.ref(p) for p in model.parameters()]
+    inputs = {"input_ids": torch.arange(8)[None], "use_cache": False, "logits_to_keep": 1}
+    sharded = numadist.shard(model, inputs)
+    del model
+    gc.collect()
+    alive = sum(ref() is not None for ref in whole)
+    assert alive == 0, f"{alive} full parameters are still alive"
+    return sharded.local_bytes
+
+
+def test_full_weights_are_freed_with_the_original_model(group):
+    group.run(check_without_copying_the_whole)
