@@ -22,6 +22,7 @@ from numadist.launch.supervise import Supervisor
 from numadist.topology.machine import Machine
 from numadist.topology.render import render
 from numadist.topology.sysfs import read_machine
+from numadist.topology.tree import breadth_first, build_tree
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +65,9 @@ def _main(argv: Sequence[str]) -> int:
             warn(text)
     else:
         _show_plan(machine, plan, options, say)
-    return _run(options, plan, argv)
+    # Only this option needs the caches, whose many files take longer to read than all the rest.
+    order = breadth_first(build_tree(machine).root) if options.omp_bind == "cores" else ()
+    return _run(options, plan, argv, order)
 
 
 def _with_environment(options: Options) -> Options:
@@ -95,7 +98,7 @@ def _show_plan(machine: Machine, plan: Plan, options: Options, show: Callable[[s
         warn(text)
 
 
-def _run(options: Options, plan: Plan, argv: list[str]) -> int:
+def _run(options: Options, plan: Plan, argv: list[str], thread_order: tuple[int, ...]) -> int:
     _open_standard_streams()
     # Other machines' launchers serve no store: machine 0 does, and must be reachable from them.
     sock = None
@@ -105,7 +108,7 @@ def _run(options: Options, plan: Plan, argv: list[str]) -> int:
     if options.log_dir:
         os.makedirs(options.log_dir, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="numarun_") as error_dir:
-        job = Job(secrets.token_hex(8), options.master_addr, port or 0, error_dir)
+        job = Job(secrets.token_hex(8), options.master_addr, port or 0, error_dir, thread_order)
         return Supervisor(options, plan, job, sock).run(argv, dict(os.environ))
 
 

@@ -16,6 +16,7 @@ class Job:
     master_addr: str
     master_port: int
     error_dir: str  # `@record` writes each rank's exception there
+    thread_order: tuple[int, ...] = ()  # all CPUs, best first: the order --omp-bind cores pins threads in
 
 
 def error_file(job: Job, rank: int, restart: int) -> str:
@@ -59,13 +60,15 @@ def rank_environment(
         "NUMADIST_NODES": format_list(placement.mem_nodes),
         "NUMADIST_NODE_MAP": "|".join(format_list(p.mem_nodes) for p in plan.ranks),
         "NUMADIST_CPUS": format_list(placement.cpus),
-        **_threads(inherited, options, placement),
+        **_threads(inherited, options, placement, job),
         **dict(options.env),
     }
     return {name: str(value) for name, value in environ.items()}
 
 
-def _threads(inherited: Mapping[str, str], options: Options, placement: RankPlacement) -> dict[str, object]:
+def _threads(
+    inherited: Mapping[str, str], options: Options, placement: RankPlacement, job: Job
+) -> dict[str, object]:
     """OpenMP variables.
 
     No places by default: with libgomp, importing torch would leave the main thread and its children one CPU.
@@ -76,5 +79,5 @@ def _threads(inherited: Mapping[str, str], options: Options, placement: RankPlac
         found["MKL_NUM_THREADS"] = placement.threads
     if options.omp_bind == "cores":
         found["OMP_PROC_BIND"] = "true"
-        found["OMP_PLACES"] = ",".join(f"{{{cpu}}}" for cpu in placement.cpus)
+        found["OMP_PLACES"] = ",".join(f"{{{cpu}}}" for cpu in job.thread_order if cpu in placement.cpus)
     return found

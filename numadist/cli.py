@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from numadist.errors import NumadistError
 from numadist.topology.cpuset import parse_list
-from numadist.topology.render import render
+from numadist.topology.render import render, render_tree, tree_dict
 from numadist.topology.sysfs import read_machine
+from numadist.topology.tree import build_tree, enumerate_trees, service_configs
 
 # Command -> (module:function, one line of help). The function takes the remaining words and returns an exit
 # code; its module is imported only when the command is used, so `numadist topo` never waits for torch.
@@ -41,12 +42,22 @@ def topo(argv: Sequence[str]) -> int:
     """`numadist topo`: the machine as numarun sees it."""
     parser = argparse.ArgumentParser(prog="numadist topo", description=COMMANDS["topo"][1])
     parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--configs", action="store_true", help="count the service configurations of its tree")
     parser.add_argument("--sysfs", metavar="ROOT", default="/", help="read a recorded machine below ROOT")
     parser.add_argument("--allowed-cpus", metavar="LIST", type=parse_list, help="with --sysfs: CPUs allowed")
     parser.add_argument("--allowed-mems", metavar="LIST", type=parse_list, help="with --sysfs: nodes allowed")
     options = parser.parse_args(argv)
     machine = read_machine(options.sysfs, options.allowed_cpus, options.allowed_mems)
-    print(json.dumps(machine.to_dict(), indent=2) if options.json else render(machine))
+    tree = build_tree(machine, options.sysfs)
+    if options.json:
+        print(json.dumps({**machine.to_dict(), "tree": tree_dict(tree)}, indent=2))
+        return 0
+    print(render(machine))
+    print(render_tree(tree))
+    if options.configs:
+        print(
+            f"{len(service_configs(tree))} service configurations of {len(list(enumerate_trees(tree)))} trees"
+        )
     return 0
 
 

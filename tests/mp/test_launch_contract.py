@@ -113,6 +113,16 @@ def test_threads_are_flag_then_environment_then_cores(tmp_path, options, environ
     assert all(seen == [wanted, wanted] for seen in by_rank(done).values()), done.stdout
 
 
+def test_omp_bind_cores_pins_one_thread_a_core(tmp_path):
+    path = script(tmp_path, "print(json.dumps([os.environ.get(n) for n in ('OMP_PROC_BIND', 'OMP_PLACES')]))")
+    done = run(path, "--quiet", "--prefix", "always", "--nproc-per-node", "1", "--omp-bind", "cores")
+    ((bind, places),) = by_rank(done).values()
+    assert bind == "true"
+    assert sorted(places.split(",")) == sorted(f"{{{cpu}}}" for cpu in CPUS)
+    plain = by_rank(run(path, *TWO, env={k: v for k, v in os.environ.items() if not k.startswith("OMP_")}))
+    assert list(plain.values()) == [[None, None]] * 2, "no places by default: they narrow the main thread"
+
+
 def test_arguments_after_the_script_are_untouched_and_local_rank_is_never_added(tmp_path):
     words = ("--nproc-per-node", "7", "-m", "--", "--local_rank=x")
     seen = by_rank(run(script(tmp_path, "print(json.dumps(sys.argv[1:]))"), *TWO, "--", args=words))

@@ -18,8 +18,8 @@ needs_tool = pytest.mark.skipif(not SECCOMP.exists(), reason="missing ../shared/
 
 WARNING = (
     "numarun: warning: set_mempolicy: Operation not permitted "
-    "(container without CAP_SYS_NICE or a seccomp filter); CPUs are pinned, memory will be local by first touch but may spill. "
-    "docker: --cap-add SYS_NICE; silence: --mem local"
+    "(container without CAP_SYS_NICE or a seccomp filter); CPUs are pinned, "
+    "memory will be local by first touch but may spill. docker: --cap-add SYS_NICE; silence: --mem local"
 )
 
 
