@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from numadist import config
 from numadist.errors import ConfigError, NumadistError, PlacementError, TopologyError
@@ -15,7 +15,7 @@ from numadist.launch import store
 from numadist.launch.environment import Job
 from numadist.launch.options import Options, UsageError, parse
 from numadist.launch.place import Plan, place
-from numadist.launch.preflight import preflight_warnings
+from numadist.launch.preflight import check, preflight_warnings
 from numadist.launch.report import plan_lines, say, warn
 from numadist.launch.spawn import EXIT_CANNOT_EXECUTE, EXIT_LAUNCHER_FAILED, EXIT_NOT_FOUND
 from numadist.launch.supervise import Supervisor
@@ -49,11 +49,13 @@ def _main(argv: Sequence[str]) -> int:
     if options.topology:
         print(json.dumps(machine.to_dict(), indent=2) if options.json else render(machine))
         return 0
+    if options.check:
+        return _check(machine, options)
     if not options.dry_run and not options.command:
         raise UsageError("no script given (numarun [options] script.py [args]; see --help)")
     argv = [] if options.dry_run else _command(options)
     plan = place(machine, options.request)
-    plan = replace(plan, warnings=(*plan.warnings, *preflight_warnings(machine, plan, root)))
+    plan = replace(plan, warnings=(*plan.warnings, *preflight_warnings(machine, plan, os.environ, root)))
     if options.dry_run and options.json:
         print(json.dumps(plan.to_dict(machine)))
         return 0
@@ -68,6 +70,17 @@ def _main(argv: Sequence[str]) -> int:
     # Only this option needs the caches, whose many files take longer to read than all the rest.
     order = breadth_first(build_tree(machine).root) if options.omp_bind == "cores" else ()
     return _run(options, plan, argv, order)
+
+
+def _check(machine: Machine, options: Options) -> int:
+    """Print the findings; 1 when there is a problem."""
+    findings = check(machine, len(place(machine, options.request).ranks), os.environ)
+    if options.json:
+        print(json.dumps([asdict(f) for f in findings], indent=2))
+    else:
+        for f in findings:
+            print(f"{'warn' if f.problem else 'ok':<6}{f.subject:<18}{f.problem or f.state}")
+    return 1 if any(f.problem for f in findings) else 0
 
 
 def _with_environment(options: Options) -> Options:

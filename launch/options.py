@@ -17,6 +17,7 @@ USAGE = """numarun [options] [--] script.py [args]
        numarun [options] -m pkg.mod [args]
        numarun [options] --no-python prog [args]
        numarun --topology [--json]
+       numarun --check [--json]
        numarun --dry-run [--json] [options] [script.py]"""
 
 RANK_OPTIONS = ("numa", "socket", "node")
@@ -41,6 +42,7 @@ class Options:
     no_python: bool = False
     dry_run: bool = False
     topology: bool = False
+    check: bool = False
     json: bool = False
     sysfs: str | None = None
     allowed_cpus: tuple[int, ...] | None = None
@@ -121,7 +123,10 @@ def _parser() -> _Parser:
     )
     p.option("--dry-run", flag=True, help="show the placement and end")
     p.option("--topology", flag=True, help="show the machine and end")
-    p.option("--json", flag=True, help="JSON for --dry-run and --topology")
+    p.option(
+        "--check", flag=True, help="look for what would slow down or break a run, with remedies, and end"
+    )
+    p.option("--json", flag=True, help="JSON for --dry-run, --topology and --check")
     p.option("--sysfs", metavar="ROOT", help="with --dry-run or --topology: read a recorded machine")
     p.option("--allowed-cpus", metavar="LIST", help="with --sysfs: CPUs to assume allowed")
     p.option("--allowed-mems", metavar="LIST", help="with --sysfs: memory nodes to assume allowed")
@@ -148,7 +153,10 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(
         request=request,
         command=tuple(command),
-        **{name: values[name] for name in ("module", "no_python", "dry_run", "topology", "json", "sysfs")},
+        **{
+            name: values[name]
+            for name in ("module", "no_python", "dry_run", "topology", "check", "json", "sysfs")
+        },
         **{name: values[name] for name in ("omp_bind", "prefix", "log_dir", "quiet", "verbose")},
         allowed_cpus=_number_list("--allowed-cpus", values["allowed_cpus"]),
         allowed_mems=_number_list("--allowed-mems", values["allowed_mems"]),

@@ -1,42 +1,155 @@
-"""What would make a run slow or fail later, found before any rank starts."""
+"""What would make a run slow or fail later, found before any rank starts: for each run, and for --check."""
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from numadist import _syscalls
 from numadist.launch.place import Plan
+from numadist.topology.cpuset import format_list
 from numadist.topology.machine import Machine
-from numadist.topology.sysfs import read_text
+from numadist.topology.sysfs import CPU, read_text
 
 # What our collectives map for one rank of one group, rounded up, and the groups of a usual job.
 SEGMENT_BYTES = 1 << 20
 NUM_GROUPS = 4
 
+# With these set, libgomp leaves the main thread, and all it starts, one CPU after `import torch`.
+NARROWING_VARIABLES = ("GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+BINDING_OFF = {"false", "FALSE", "0"}
 
-def preflight_warnings(machine: Machine, plan: Plan, root: str = "/") -> list[str]:
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of --check. problem None: all is well; it names its remedy otherwise."""
+
+    subject: str
+    state: str
+    problem: str | None = None
+
+
+def preflight_warnings(
+    machine: Machine, plan: Plan, environ: Mapping[str, str], root: str = "/"
+) -> list[str]:
     """One sentence a problem, with its remedy; the run goes on."""
-    return [text for text in (_numa_balancing(machine, plan, root), _small_shm(plan, root)) if text]
-
-
-def _numa_balancing(machine: Machine, plan: Plan, root: str) -> str | None:
-    value = read_text(Path(root) / "proc/sys/kernel/numa_balancing")
     # Since Linux 5.12 memory under a BIND policy is balanced only on request.
     unbound = any(r.mem_policy != "bind" for r in plan.ranks)
-    if value in (None, "0") or len(machine.nodes) < 2 or not unbound:
-        return None
-    return (
-        f"kernel.numa_balancing={value} moves pages and adds latency spikes; 'sysctl kernel.numa_balancing=0'"
+    findings = [
+        *([numa_balancing(machine, root)] if unbound else []),
+        shared_memory(len(plan.ranks), root),
+        openmp_variables(environ),
+    ]
+    return [f.problem for f in findings if f.problem]
+
+
+def check(machine: Machine, num_ranks: int, environ: Mapping[str, str], root: str = "/") -> list[Finding]:
+    """Everything numarun knows to look at on this machine."""
+    return [
+        memory_policy(),
+        memory_nodes(machine),
+        numa_balancing(machine, root),
+        shared_memory(num_ranks, root),
+        governor(machine, root),
+        huge_pages(root),
+        cpu_quota(machine),
+        openmp_variables(environ),
+    ]
+
+
+def memory_policy() -> Finding:
+    """Sets the policy this process has once more: nothing changes, and a refusal shows."""
+    try:
+        _syscalls.set_mempolicy(*_syscalls.get_mempolicy())
+    except OSError as error:
+        return Finding(
+            "memory policy",
+            "refused",
+            f"{error.strerror} (container without CAP_SYS_NICE or a seccomp filter, or a kernel without NUMA); "
+            "docker: --cap-add SYS_NICE",
+        )
+    return Finding("memory policy", "set_mempolicy and get_mempolicy are allowed")
+
+
+def memory_nodes(machine: Machine) -> Finding:
+    poor = [n for d in machine.domains for n in d.nodes if not machine.node(n).usable_memory]
+    if poor and machine.has_numa:
+        return Finding(
+            "memory nodes",
+            f"allowed {format_list(machine.allowed_mems)}",
+            f"nodes {format_list(poor)} have CPUs here but no memory this process may use; their ranks take the "
+            "nearest; widen cpuset.mems (docker: --cpuset-mems) if the memory exists",
+        )
+    return Finding("memory nodes", f"allowed {format_list(machine.allowed_mems)}")
+
+
+def numa_balancing(machine: Machine, root: str = "/") -> Finding:
+    value = read_text(Path(root) / "proc/sys/kernel/numa_balancing")
+    if value in (None, "0") or len(machine.nodes) < 2:
+        return Finding("NUMA balancing", "off" if value in (None, "0") else "on, without effect on one node")
+    return Finding(
+        "NUMA balancing",
+        "on",
+        f"kernel.numa_balancing={value} moves pages and adds latency spikes; 'sysctl kernel.numa_balancing=0'",
     )
 
 
-def _small_shm(plan: Plan, root: str) -> str | None:
+def shared_memory(num_ranks: int, root: str = "/") -> Finding:
     try:
         status = os.statvfs(Path(root) / "dev/shm")
     except OSError:
-        return None
-    free, need = status.f_bavail * status.f_frsize, len(plan.ranks) * NUM_GROUPS * SEGMENT_BYTES
+        return Finding("/dev/shm", "not there; memfd will be used")
+    free, need = status.f_bavail * status.f_frsize, num_ranks * NUM_GROUPS * SEGMENT_BYTES
+    state = f"{free >> 20} MiB free"
     if free >= need:
-        return None
-    return (
-        f"/dev/shm has {free >> 20} MiB free, collectives ask for {need >> 20} MiB; "
-        "docker: --shm-size=1g (memfd will be used)"
+        return Finding("/dev/shm", state)
+    return Finding(
+        "/dev/shm",
+        state,
+        f"/dev/shm has {state}, collectives ask for {need >> 20} MiB; docker: --shm-size=1g (memfd will be used)",
+    )
+
+
+def governor(machine: Machine, root: str = "/") -> Finding:
+    path = f"{CPU}/cpu{machine.allowed_cpus[0]}/cpufreq/scaling_governor"
+    name = read_text(Path(root) / path)
+    if name in (None, "performance", "schedutil"):
+        return Finding("CPU governor", name or "not shown (virtual machine or fixed frequency)")
+    return Finding(
+        "CPU governor", name, f"governor {name} ramps up late; 'cpupower frequency-set -g performance'"
+    )
+
+
+def huge_pages(root: str = "/") -> Finding:
+    text = read_text(Path(root) / "sys/kernel/mm/transparent_hugepage/enabled")
+    state = "not in this kernel" if text is None else text.partition("[")[2].partition("]")[0]
+    if state != "never":
+        return Finding("huge pages", state)
+    remedy = "'echo madvise > /sys/kernel/mm/transparent_hugepage/enabled'"
+    return Finding(
+        "huge pages", state, f"transparent huge pages are off: weights cost more TLB misses; {remedy}"
+    )
+
+
+def cpu_quota(machine: Machine) -> Finding:
+    quota, cores = machine.cpu_quota, len(machine.cores)
+    if quota is None or quota >= cores:
+        return Finding("CPU quota", "none" if quota is None else f"{quota:.1f} cores")
+    return Finding(
+        "CPU quota",
+        f"{quota:.1f} cores",
+        f"the cgroup grants {quota:.1f} cores' time on {cores} cores: threads will be throttled; docker: --cpus",
+    )
+
+
+def openmp_variables(environ: Mapping[str, str]) -> Finding:
+    found = [name for name in NARROWING_VARIABLES if environ.get(name, "false") not in BINDING_OFF]
+    if not found:
+        return Finding("OpenMP variables", "none that pin threads")
+    names = " and ".join(f"{name}={environ[name]}" for name in found)
+    return Finding(
+        "OpenMP variables",
+        names,
+        f"{names} in the environment: after import torch each rank may see one CPU; unset it, "
+        "or use --omp-bind cores",
     )

@@ -26,6 +26,7 @@ class Failure:
     seconds: float
     error_file: str
     stderr: Stream | None
+    oom: str | None = None  # the kernel killed it for memory, and what was left
 
     @property
     def exit_code(self) -> int:
@@ -35,7 +36,8 @@ class Failure:
     def how(self) -> str:
         if self.status >= 0:
             return f"exit code {self.status}"
-        return f"killed by signal {-self.status} ({_signal_name(-self.status)})"
+        how = f"killed by signal {-self.status} ({_signal_name(-self.status)})"
+        return f"{how}; {self.oom}" if self.oom else how
 
 
 def say(text: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from numadist.launch import store
 from numadist.launch.environment import Job, error_file, rank_environment
+from numadist.launch.oom import SAMPLE_EVERY_S, OomWatch
 from numadist.launch.options import Options
 from numadist.launch.output import MAX_QUEUED_BYTES, Sink, Stream, poll_selector
 from numadist.launch.place import Plan, RankPlacement
@@ -75,6 +76,9 @@ class Supervisor:
         self.failure: Failure | None = None
         self.stop_signal: signal.Signals | None = None
         self.deadline_s: float | None = None
+        bound = {n for p in plan.ranks if p.mem_policy == "bind" for n in p.mem_nodes}
+        self.oom = OomWatch(bound)
+        self.next_sample_s = 0.0
         self.store_pid: int | None = None
         self.selector = poll_selector()
         self.wakeup_read, self.wakeup_write = socket.socketpair()
@@ -184,8 +188,13 @@ class Supervisor:
             if not self.drained and all(r.status is not None for r in self.ranks):
                 self._drain()
 
-    def _timeout_s(self) -> float | None:
-        return None if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
+    def _timeout_s(self) -> float:
+        """Until the deadline or the next look at free memory, whichever comes first."""
+        now = time.monotonic()
+        if now >= self.next_sample_s:
+            self.oom.sample()
+            self.next_sample_s = now + SAMPLE_EVERY_S
+        return max(0.0, min(self.deadline_s or self.next_sample_s, self.next_sample_s) - now)
 
     def _watch_sinks(self) -> None:
         """Wait for room only where something is queued; let ranks wait while a reader is slow."""
@@ -241,6 +250,7 @@ class Supervisor:
             placement=rank.placement,
             pid=rank.pid,
             status=rank.status or 0,
+            oom=self.oom.explain(rank.placement.mem_nodes) if rank.status == -signal.SIGKILL else None,
             seconds=time.monotonic() - self.started_s,
             error_file=error_file(self.job, rank.placement.rank, self.restart),
             stderr=rank.streams[1] if rank.streams else None,

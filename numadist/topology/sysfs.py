@@ -114,7 +114,7 @@ def _read_nodes(
     for node_id in node_ids:
         folder = root / NODE / f"node{node_id}"
         cpus = read_set(folder, "cpulist", "cpumap") or ()
-        total, free = _meminfo(folder / "meminfo")
+        total, free = node_memory(folder)
         distances = _distances(root, folder, node_ids)
         if distances is None:
             notes.append(f"node {node_id}: its distance file does not match the online nodes; not used")
@@ -140,6 +140,11 @@ def _distances(root: Path, folder: Path, node_ids: tuple[int, ...]) -> dict[int,
     if len(row) != len(columns):
         return None if row else {}
     return {n: d for n, d in zip(columns, row, strict=True) if n in node_ids}
+
+
+def node_memory(folder: Path) -> tuple[int, int]:
+    """(total, free) bytes of a node directory now."""
+    return _meminfo(folder / "meminfo")
 
 
 def _meminfo(path: Path) -> tuple[int, int]:
