@@ -280,7 +280,7 @@ def _check_memory_allowed(machine: Machine, rank: int, own: Iterable[int]) -> No
     for node in own:
         if machine.node(node).memory_bytes and not machine.node(node).memory_allowed:
             allowed = format_list(machine.allowed_mems)
-            wanted = format_list({*machine.allowed_mems, node})
+            wanted = ",".join(map(str, sorted({*machine.allowed_mems, node})))
             raise PlacementError(
                 f"rank {rank}: memory node {node} is not in Mems_allowed {allowed} (cpuset.mems); "
                 f"start the container with --cpuset-mems={wanted} or use --mem none"

@@ -1,9 +1,9 @@
 """Emulated machines with several NUMA nodes: one boot runs every check written for that machine.
 
-A check is a script in checks/ whose first line says where and how it runs:
+A check is a script in checks/ whose first lines say where and how it runs, one line a machine:
 
     # guest two_nodes: numarun --nproc-per-numa 1
-    # guest two_nodes: python
+    # guest four_nodes: python
 
 It prints one JSON object (each rank prints its own under numarun). A test takes the fixture named as the
 machine and reads `two_nodes["check_name"]`. The guest sees this host's files read-only, so interpreter,
@@ -35,6 +35,15 @@ MACHINES = {
         "-smp 4 -m 2048M -object memory-backend-ram,id=m0,size=1G -object memory-backend-ram,id=m1,size=1G "
         "-numa node,nodeid=0,cpus=0-1,memdev=m0 -numa node,nodeid=1,cpus=2-3,memdev=m1"
     ),
+    # Nodes 0 and 1 as above; 2 has a CPU and no memory, 3 has 512 MiB and no CPU. Node 1 is nearest to node 2.
+    "four_nodes": (
+        "-smp 5 -m 2560M -object memory-backend-ram,id=m0,size=1G -object memory-backend-ram,id=m1,size=1G "
+        "-object memory-backend-ram,id=m3,size=512M "
+        "-numa node,nodeid=0,cpus=0-1,memdev=m0 -numa node,nodeid=1,cpus=2-3,memdev=m1 "
+        "-numa node,nodeid=2,cpus=4 -numa node,nodeid=3,memdev=m3 "
+        "-numa dist,src=0,dst=1,val=20 -numa dist,src=0,dst=2,val=20 -numa dist,src=0,dst=3,val=20 "
+        "-numa dist,src=1,dst=2,val=12 -numa dist,src=1,dst=3,val=20 -numa dist,src=2,dst=3,val=30"
+    ),
 }
 
 
@@ -65,6 +74,11 @@ class Guest:
     def __getitem__(self, name: str) -> Check:
         assert name in self.checks, f"check {name} did not run; the guest's console:\n{self.console[-3000:]}"
         return self.checks[name]
+
+
+@pytest.fixture(scope="session")
+def four_nodes(tmp_path_factory) -> Guest:
+    return boot("four_nodes", tmp_path_factory.mktemp("four_nodes"))
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +117,7 @@ def skip_without_tools() -> None:
 
 def how(path: Path, machine: str) -> str | None:
     """The shell command of a check on this machine; None: it does not run there."""
-    found = re.match(rf"# guest {machine}: (python|numarun)(.*)\n", path.read_text())
+    found = re.search(rf"^# guest {machine}: (python|numarun)(.*)$", path.read_text(), re.M)
     if not found:
         return None
     module = "" if found[1] == "python" else "-m numadist.launch.cli"

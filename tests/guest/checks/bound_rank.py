@@ -1,4 +1,5 @@
 # guest two_nodes: numarun
+# guest four_nodes: numarun
 """What the kernel says about this rank: its CPUs, its policy, and where freshly touched pages are."""
 
 import json

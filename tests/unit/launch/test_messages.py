@@ -130,7 +130,7 @@ def test_same_cpu_twice(error):
 def test_memory_node_not_allowed_is_an_error_when_strict(error):
     wanted = (
         "rank 1: memory node 1 is not in Mems_allowed 0 (cpuset.mems); "
-        "start the container with --cpuset-mems=0-1 or use --mem none"
+        "start the container with --cpuset-mems=0,1 or use --mem none"
     )
     assert error("--strict", "--allowed-cpus", "0-39", "--allowed-mems", "0", **SOCKETS) == (2, wanted)
 
