@@ -76,7 +76,7 @@ def _describe_vocabulary(plan: VocabularyPlan) -> Block:
 
 
 def _kind(block: propagate.BlockPlan) -> str:
-    ops = {n.target for n in block.values}
+    ops = {n.target for n in block.values if n not in block.columns}
     if ops & _ATTENTION_OPS or ops & _PRODUCT_OPS:
         return "attention"
     gates = [n for n in block.values if n.target is aten.mul.Tensor and _joins_columns(n, block)]

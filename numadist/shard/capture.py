@@ -1,5 +1,6 @@
 """From an unmodified model to one exported graph, with the noise of tracing removed."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,7 +48,42 @@ def _drop_noise(gm: GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
+    _split_tiling_slices(gm)
     gm.recompile()
+
+
+def _split_tiling_slices(gm: GraphModule) -> None:
+    """Write slices that tile one dim, `qkv[..., :c]`, `qkv[..., c:]`, as the split they are."""
+    for node in list(gm.graph.nodes):
+        slices = list(node.users)
+        if len(slices) < 2 or any(u.target is not aten.slice.Tensor or u.args[0] is not node for u in slices):
+            continue
+        size, dims, bounds = graph.shape(node), set(), []
+        for user in slices:
+            _, dim, start, stop, step = (*user.args, *(0, 0, 2**63 - 1, 1)[len(user.args) - 1 :])
+            dims.add(dim % len(size))
+            if not all(isinstance(x, int) for x in (start, stop, step, size[dim])) or step != 1:
+                break
+            bounds.append((start % size[dim], min(stop, size[dim]) if stop > 0 else stop + size[dim], user))
+        bounds.sort(key=lambda b: b[:2])
+        edges = [0, *(stop for _, stop, _ in bounds)]
+        if len(dims) == 1 and len(bounds) == len(slices) and [start for start, *_ in bounds] == edges[:-1]:
+            dim = dims.pop()
+            if edges[-1] == size[dim]:
+                _replace_by_split(gm, node, dim, bounds)
+
+
+def _replace_by_split(gm: GraphModule, node: Node, dim: int, bounds: list[tuple[int, int, Node]]) -> None:
+    first = next(n for n in gm.graph.nodes if n in node.users)
+    with gm.graph.inserting_before(first):
+        sizes = [stop - start for start, stop, _ in bounds]
+        split = gm.graph.call_function(aten.split_with_sizes.default, (node, sizes, dim))
+        split.meta = {**first.meta, "val": [graph.value(user) for *_, user in bounds]}
+        pieces = [gm.graph.call_function(operator.getitem, (split, i)) for i in range(len(bounds))]
+    for piece, (*_, user) in zip(pieces, bounds, strict=True):
+        piece.meta = dict(user.meta)
+        user.replace_all_uses_with(piece)
+        gm.graph.erase_node(user)
 
 
 def _changes_nothing(node: Node) -> bool:

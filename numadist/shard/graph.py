@@ -13,6 +13,7 @@ aten = torch.ops.aten
 # Views and casts of a parameter are still the parameter: `linear(x, w.t())`.
 _WEIGHT_VIEWS = {
     aten.t.default,
+    aten.numpy_T.default,
     aten.transpose.int,
     aten.permute.default,
     aten.view.default,

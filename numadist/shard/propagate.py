@@ -22,6 +22,8 @@ from numadist.shard.placement import CannotShard, DimShard, NeedsUnit, Shard, ba
 from numadist.shard.vocabulary import VocabularyPlan, plan_vocabulary
 
 NO_COLUMN = "no linear layer before it can be column-parallel"
+# Parameters below this share of the model are not worth a line in the warning.
+MIN_SHARE_WORTH_A_WORD = 0.02
 _MAX_RESTARTS = (
     8  # every restart adds one unit of the model (head, KV group, interleave): far more than any has
 )
@@ -112,7 +114,29 @@ class _Planner:
             if node not in split_heads:
                 cause = self._cause(node, failures, result.blocks)
                 result.left_alone.append(LeftAlone(node, cause.reason, cause.blamed))
+        if self.num_ranks > 1:
+            result.left_alone += self._weights_outside_layers()
         return result
+
+    def _weights_outside_layers(self) -> list[LeftAlone]:
+        """Large parameters that no linear layer and no table accounts for, e.g. the experts of a mixture."""
+        total = sum(p.numel() for p in {id(p): p for p in self.deps.parameters.values()}.values())
+        found = []
+        for node in self.deps.nodes:
+            if not self.deps.is_parameter(node) or len(graph.shape(node)) < 2:
+                continue
+            if self.deps.parameters[str(node.target)].numel() < MIN_SHARE_WORTH_A_WORD * total:
+                continue
+            for user in self._users_of_weight(node):
+                if user not in self.contractions and user.target is not graph.aten.embedding.default:
+                    reason = f"parameter {node.target} is used by {graph.op_name(user)}, which cannot be sharded"
+                    found.append(LeftAlone(user, reason, user))
+                    break
+        return found
+
+    def _users_of_weight(self, node: Node) -> list[Node]:
+        """Ops that use the parameter itself, views of it looked through."""
+        return [u for n in node.users for u in (self._users_of_weight(n) if self.deps.is_weight(n) else [n])]
 
     def _reach(self, node: Node) -> "_Reach":
         """What the layer's output flows into before the next linear layer."""

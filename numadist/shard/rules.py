@@ -88,6 +88,8 @@ def broadcast(source: Node, out_ndim: int, want: Shard, last_dims: int = 0) -> S
     return Shard(dims)
 
 
+# Elementwise with broadcasting, but not tagged so by torch.
+@rule(aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, aten.where.self, aten.gelu.default)
 def pointwise(node: Node, want: Shard, ctx: Context) -> Demands:
     demands: Demands = {}
     for source in tensors((*node.args, *node.kwargs.values())):
@@ -134,7 +136,7 @@ def transpose(node: Node, want: Shard, ctx: Context) -> Demands:
     return {source: Shard({swap.get(d, d): s for d, s in want.dims.items()})}
 
 
-@rule(aten.t.default, aten.mT.default)
+@rule(aten.t.default, aten.mT.default, aten.numpy_T.default)
 def t(node: Node, want: Shard, ctx: Context) -> Demands:
     ndim = len(shape(node))
     swap = {ndim - 1: ndim - 2, ndim - 2: ndim - 1} if ndim > 1 else {}
@@ -326,8 +328,11 @@ def embedding(node: Node, want: Shard, ctx: Context) -> Demands:
 
 @rule(aten.matmul.default, aten.bmm.default)
 def matmul(node: Node, want: Shard, ctx: Context) -> Demands:
-    a, b = node.args
-    ndim = len(shape(node))
+    return product(*node.args, want, len(shape(node)))
+
+
+def product(a: Node, b: Node, want: Shard, ndim: int) -> Demands:
+    """Batch dims are wanted of both factors, rows of the first, columns of the second."""
     if len(shape(a)) < 2 or len(shape(b)) < 2:
         raise CannotShard("a product with a vector")
     if not all(is_static(n) and hint(n) for n in (shape(a)[-1],)):
@@ -338,6 +343,14 @@ def matmul(node: Node, want: Shard, ctx: Context) -> Demands:
     if ndim - 1 in want.dims:
         right = {**right, len(shape(b)) - 1: want.dims[ndim - 1]}
     return {source: Shard(dims) for source, dims in ((a, left), (b, right)) if dims}
+
+
+@rule(aten.baddbmm.default)
+def baddbmm(node: Node, want: Shard, ctx: Context) -> Demands:
+    added, a, b = node.args
+    demands = product(a, b, want, len(shape(node)))
+    part = broadcast(added, len(shape(node)), want)
+    return {**demands, added: part} if part else demands
 
 
 @rule(aten.scaled_dot_product_attention.default)

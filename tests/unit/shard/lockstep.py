@@ -4,6 +4,7 @@ The passes under test are the real ones; only the transport of the all-reduce is
 rewriting can be tested for any number of ranks without a process group.
 """
 
+import copy
 import functools
 import threading
 from typing import Any
@@ -54,8 +55,9 @@ def shard_all(
     board = Board(num_ranks)
     args, kwargs = as_args(example_inputs)
     graphs = []
+    captured = capture(model, args, kwargs, dynamic_shapes)
     for rank in range(num_ranks):
-        gm = capture(model, args, kwargs, dynamic_shapes)
+        gm = copy.deepcopy(captured)
         schema = schema or build_schema(gm, num_ranks)
         apply(gm, schema, rank, board.emitter(rank))
         localize_parameters(gm, schema, rank, torch.clone)
