@@ -2,10 +2,7 @@
 
 import json
 import os
-import secrets
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
@@ -22,7 +19,6 @@ from numadist.launch.supervise import Supervisor
 from numadist.topology.machine import Machine
 from numadist.topology.render import render
 from numadist.topology.sysfs import read_machine
-from numadist.topology.tree import breadth_first, build_tree
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,8 +64,13 @@ def _main(argv: Sequence[str]) -> int:
     else:
         _show_plan(machine, plan, options, say)
     # Only this option needs the caches, whose many files take longer to read than all the rest.
-    order = breadth_first(build_tree(machine).root) if options.omp_bind == "cores" else ()
-    return _run(options, plan, argv, order)
+    return _run(options, plan, argv, _thread_order(machine) if options.omp_bind == "cores" else ())
+
+
+def _thread_order(machine: Machine) -> tuple[int, ...]:
+    from numadist.topology.tree import breadth_first, build_tree  # late: a plain start must not pay for it
+
+    return breadth_first(build_tree(machine).root)
 
 
 def _check(machine: Machine, options: Options) -> int:
@@ -120,9 +121,16 @@ def _run(options: Options, plan: Plan, argv: list[str], thread_order: tuple[int,
     port = sock.getsockname()[1] if sock else options.master_port
     if options.log_dir:
         os.makedirs(options.log_dir, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="numarun_") as error_dir:
-        job = Job(secrets.token_hex(8), options.master_addr, port or 0, error_dir, thread_order)
+    job_id = os.urandom(8).hex()
+    error_dir = f"{os.environ.get('TMPDIR', '/tmp')}/numarun_{job_id}"
+    os.mkdir(error_dir, mode=0o700)
+    try:
+        job = Job(job_id, options.master_addr, port or 0, error_dir, thread_order)
         return Supervisor(options, plan, job, sock).run(argv, dict(os.environ))
+    finally:
+        for name in os.listdir(error_dir):
+            os.unlink(f"{error_dir}/{name}")
+        os.rmdir(error_dir)
 
 
 def _open_standard_streams() -> None:
@@ -136,6 +144,8 @@ def _command(options: Options) -> list[str]:
     """The words to exec. Raises: UsageError when the script or program cannot be run."""
     name, *arguments = options.command
     if options.no_python:
+        import shutil  # late: it loads every compressor
+
         path = shutil.which(name)
         if path is None:
             found = os.path.exists(name)

@@ -1,7 +1,6 @@
 """The command line of numarun: options before the script, everything after it untouched."""
 
 import argparse
-import difflib
 import re
 import signal
 from collections.abc import Sequence
@@ -141,6 +140,8 @@ def parse(argv: Sequence[str]) -> Options:
     own, command = _split(argv, parser)
     known, unknown = parser.parse_known_args(own)
     if unknown:
+        import difflib  # late: only a typing error needs it
+
         near = difflib.get_close_matches(unknown[0].partition("=")[0], parser.takes_value, n=1)
         raise UsageError(
             f"unknown option {unknown[0]}" + (f"; did you mean {near[0]}?" if near else "; see --help")

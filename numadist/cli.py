@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from numadist.errors import NumadistError
 from numadist.topology.cpuset import parse_list
-from numadist.topology.render import render, render_tree, tree_dict
+from numadist.topology.render import render
 from numadist.topology.sysfs import read_machine
-from numadist.topology.tree import build_tree, enumerate_trees, service_configs
+from numadist.topology.tree import build_tree, enumerate_trees, render_tree, service_configs, tree_dict
 
 # Command -> (module:function, one line of help). The function takes the remaining words and returns an exit
 # code; its module is imported only when the command is used, so `numadist topo` never waits for torch.

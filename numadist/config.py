@@ -3,7 +3,6 @@
 Order of precedence everywhere: argument, then NUMADIST_*, then the default in this table.
 """
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -71,6 +70,8 @@ def load(environ: Mapping[str, str]) -> Config:
         if not name.startswith(PREFIX):
             continue
         if name not in known:
+            import difflib  # late: numarun reads the table at every start
+
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise ConfigError(f"unknown variable {name}; did you mean {near}? All names: docs/env.md")
         row = known[name]

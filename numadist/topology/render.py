@@ -1,10 +1,7 @@
-"""A Machine and its tree as text for people, and the tree as JSON."""
-
-from typing import Any
+"""A Machine as text for people."""
 
 from numadist.topology.cpuset import format_list
 from numadist.topology.machine import Machine
-from numadist.topology.tree import TopoTree, breadth_first, tree_key
 
 
 def plural(count: int, word: str) -> str:
@@ -83,25 +80,3 @@ def _distance_table(machine: Machine) -> list[str]:
         f"{row.id:>8}" + "".join(f"{row.distances.get(n.id, '-'):>{width}}" for n in machine.nodes)
         for row in rows
     ]
-
-
-def render_tree(tree: TopoTree) -> str:
-    """`tree: 2 Package > 4 Numa > ...` with the nodes of each level, then what was left out."""
-    counts = [f"{len(tree.level(depth))} {kind}" for depth, kind in enumerate(tree.kinds)]
-    shape = "" if tree.regular else " (irregular: levels have uneven branches)"
-    return "\n".join([f"tree: {' > '.join(counts[1:])}{shape}", *(f"note: {note}" for note in tree.notes)])
-
-
-def tree_dict(tree: TopoTree) -> dict[str, Any]:
-    """Plain data for JSON: levels with the CPUs of each node, the key, and the order threads are bound in."""
-    levels = [
-        {"kind": kind, "cpus": [format_list(node.cpus) for node in tree.level(depth)]}
-        for depth, kind in enumerate(tree.kinds)
-    ]
-    return {
-        "key": tree_key(tree),
-        "regular": tree.regular,
-        "levels": levels,
-        "thread_order": list(breadth_first(tree.root)),
-        "notes": list(tree.notes),
-    }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from numadist.errors import TopologyError
+from numadist.topology.cpuset import format_list
 from numadist.topology.machine import Machine
 from numadist.topology.sharing import Block, Partition, partitions
 
@@ -312,3 +313,25 @@ def _interleaved(node: TopoNode) -> list[tuple[int, ...]]:
 def _threads_last(cores: list[tuple[int, ...]]) -> tuple[int, ...]:
     rounds = itertools.zip_longest(*cores)
     return tuple(cpu for cpus in rounds for cpu in cpus if cpu is not None)
+
+
+def render_tree(tree: TopoTree) -> str:
+    """`tree: 2 Package > 4 Numa > ...` with the nodes of each level, then what was left out."""
+    counts = [f"{len(tree.level(depth))} {kind}" for depth, kind in enumerate(tree.kinds)]
+    shape = "" if tree.regular else " (irregular: levels have uneven branches)"
+    return "\n".join([f"tree: {' > '.join(counts[1:])}{shape}", *(f"note: {note}" for note in tree.notes)])
+
+
+def tree_dict(tree: TopoTree) -> dict[str, Any]:
+    """Plain data for JSON: levels with the CPUs of each node, the key, and the order threads are bound in."""
+    levels = [
+        {"kind": kind, "cpus": [format_list(node.cpus) for node in tree.level(depth)]}
+        for depth, kind in enumerate(tree.kinds)
+    ]
+    return {
+        "key": tree_key(tree),
+        "regular": tree.regular,
+        "levels": levels,
+        "thread_order": list(breadth_first(tree.root)),
+        "notes": list(tree.notes),
+    }
