@@ -11,9 +11,7 @@ from numadist.topology.cpuset import format_list
 from numadist.topology.machine import Machine
 from numadist.topology.sysfs import CPU, read_text
 
-# What our collectives map for one rank of one group, rounded up, and the groups of a usual job.
-SEGMENT_BYTES = 1 << 20
-NUM_GROUPS = 4
+NUM_GROUPS = 4  # process groups of a usual job
 
 # With these set, libgomp leaves the main thread, and all it starts, one CPU after `import torch`.
 NARROWING_VARIABLES = ("GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
@@ -55,6 +53,11 @@ def check(machine: Machine, num_ranks: int, environ: Mapping[str, str], root: st
         cpu_quota(machine),
         openmp_variables(environ),
     ]
+
+
+def segment_bytes(num_ranks: int) -> int:
+    """An upper bound of what our collectives map for one group: a part a rank, a channel a pair."""
+    return num_ranks * (1 << 20) + num_ranks * num_ranks * (128 << 10)
 
 
 def memory_policy() -> Finding:
@@ -99,7 +102,7 @@ def shared_memory(num_ranks: int, root: str = "/") -> Finding:
         status = os.statvfs(Path(root) / "dev/shm")
     except OSError:
         return Finding("/dev/shm", "not there; memfd will be used")
-    free, need = status.f_bavail * status.f_frsize, num_ranks * NUM_GROUPS * SEGMENT_BYTES
+    free, need = status.f_bavail * status.f_frsize, NUM_GROUPS * segment_bytes(num_ranks)
     state = f"{free >> 20} MiB free"
     if free >= need:
         return Finding("/dev/shm", state)

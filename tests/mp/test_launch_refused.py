@@ -90,6 +90,6 @@ def test_a_small_dev_shm_is_told_before_the_run():
     if "must be superuser" in done.stderr or "permission denied" in done.stderr:
         pytest.skip(f"mount is refused here: {done.stderr.strip()}")
     assert done.stderr == (
-        "numarun: warning: /dev/shm has 1 MiB free, collectives ask for 8 MiB; "
+        "numarun: warning: /dev/shm has 1 MiB free, collectives ask for 10 MiB; "
         "docker: --shm-size=1g (memfd will be used)\n"
     )
