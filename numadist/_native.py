@@ -13,7 +13,7 @@ from pathlib import Path
 
 from numadist.errors import NativeError
 
-ABI_VERSION = 1  # ND_ABI_VERSION
+ABI_VERSION = 2  # ND_ABI_VERSION
 MAX_WORLD = 512  # ND_MAX_WORLD
 NODE_WORDS = 16  # ND_NODE_WORDS
 
@@ -63,6 +63,8 @@ class Coll(enum.IntEnum):
     REDUCE = 8
     ALL_TO_ALL = 9
     CONNECT = 10
+    SEND = 11
+    RECV = 12
 
 
 class _Tuning(ctypes.Structure):
@@ -107,6 +109,26 @@ class Stats(ctypes.Structure):
 
 
 _NodeSet = c_uint64 * NODE_WORDS
+FOREVER = 2**64 - 1  # ND_FOREVER
+
+
+class Arguments(ctypes.Structure):
+    """NdArguments: a collective as data. What it points to must stay alive until the call is done."""
+
+    _fields_ = [
+        ("coll", c_int32),
+        ("dtype", c_int32),
+        ("op", c_int32),
+        ("root", c_int32),
+        ("count", c_size_t),
+        ("in_", c_void_p),
+        ("out", c_void_p),
+        ("ins", POINTER(c_void_p)),
+        ("outs", POINTER(c_void_p)),
+        ("in_bytes", POINTER(c_size_t)),
+        ("out_bytes", POINTER(c_size_t)),
+    ]
+
 
 # Arguments after the handle; every function returns 0 or -errno.
 _PTR, _PTRS = c_void_p, POINTER(c_void_p)
@@ -118,6 +140,15 @@ _GROUP_FUNCTIONS: dict[str, list] = {
     "nd_group_report": [POINTER(Report)],
     "nd_group_peers": [POINTER(ctypes.c_int8)],
     "nd_group_stats": [c_int, POINTER(Stats)],
+    "nd_run": [POINTER(Arguments)],
+    "nd_task_start": [POINTER(Arguments), POINTER(c_void_p)],
+    "nd_task_wait": [c_void_p, c_uint64, POINTER(c_int)],
+    "nd_task_free": [c_void_p],
+    "nd_send_start": [_PTR, c_size_t, c_int, c_int, c_int, c_int, POINTER(c_void_p)],
+    "nd_recv_start": [_PTR, c_size_t, c_int, c_int, c_int, c_int, POINTER(c_void_p)],
+    "nd_message_wait": [c_void_p, c_uint64],
+    "nd_message_test": [c_void_p],
+    "nd_message_free": [c_void_p],
     "nd_barrier": [],
     "nd_all_reduce": [_PTR, _PTR, c_size_t, c_int, c_int],
     "nd_all_gather": [_PTR, _PTRS, c_size_t, c_int],
@@ -137,6 +168,7 @@ _OTHER_FUNCTIONS: dict[str, list] = {
     "nd_advise_huge": [_PTR, c_size_t],
     "nd_touch": [_PTR, c_size_t],
     "nd_page_nodes": [_PTR, c_size_t, POINTER(c_int32)],
+    "nd_message_source": [c_void_p, POINTER(c_uint64)],
     "nd_reduce_local": [c_int, _PTR, _PTRS, c_int, c_size_t, c_int, c_int],
     "nd_segment_create": [c_int, c_uint64, POINTER(_Tuning), POINTER(c_uint64), POINTER(c_int)],
     "nd_group_open": [c_int, c_int, c_int, c_uint64, POINTER(_Options), _PTRS],
@@ -303,3 +335,40 @@ def group_stats(handle: int, reset: bool) -> Stats:
     stats = Stats()
     check(lib.nd_group_stats(handle, reset, byref(stats)), "read the counters of a group")
     return stats
+
+
+def run(handle: int, arguments: Arguments) -> int:
+    """Make a collective and wait for it; its code."""
+    return lib.nd_run(handle, byref(arguments))
+
+
+def start(handle: int, arguments: Arguments) -> int:
+    """Queue a collective on the group's worker thread; a task. Raises: NativeError."""
+    task = c_void_p()
+    check(lib.nd_task_start(handle, byref(arguments), byref(task)), "start a collective in the background")
+    return task.value or 0
+
+
+def wait_task(handle: int, task: int, timeout_ns: int) -> int | None:
+    """The code of a task when it is done (then the task is freed); None: still running."""
+    code = c_int()
+    if lib.nd_task_wait(handle, task, timeout_ns, byref(code)) != 0:
+        return None
+    check(lib.nd_task_free(handle, task), "free a finished task")
+    return code.value
+
+
+def start_message(
+    handle: int, coll: Coll, address: int, num_bytes: int, dtype: int, peer: int, tag: int
+) -> tuple[int, int]:
+    """(code, request) of a send or receive in the background; peer -1 receives from anyone."""
+    request = c_void_p()
+    function = lib.nd_send_start if coll == Coll.SEND else lib.nd_recv_start
+    code = function(handle, address, num_bytes, dtype, peer, tag, 1, byref(request))
+    return code, request.value or 0
+
+
+def message_source(request: int) -> tuple[int, int]:
+    """(rank that sent it, bytes that came) of a finished receive."""
+    num_bytes = c_uint64()
+    return lib.nd_message_source(request, byref(num_bytes)), num_bytes.value

@@ -1,6 +1,6 @@
 """Backend "numa": a torch ProcessGroup on the shared-memory core.
 
-Every collective is complete when its method returns; async_op=True gives a finished Work with a future. The
+Blocking calls run on the calling thread without the GIL; async_op=True hands them to the group's worker thread. The
 methods have the names and arguments that torch.distributed calls, both the present ones (all_gather_single)
 and those of older releases (_allgather_base).
 """
@@ -8,27 +8,34 @@ and those of older releases (_allgather_base).
 # torch's stubs give each method two overloads, one of which only C++ backends need.
 # mypy: disable-error-code="override,assignment"
 
+import contextlib
 import datetime
+import errno
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
+from torch.distributed import ReduceOp
 
 from numadist import _native
-from numadist._native import Op, pointers
+from numadist._native import Arguments, Coll, Op, pointers
 from numadist.comm import segment, watch
 from numadist.comm.dtypes import CODES, OPS, REDUCIBLE
 from numadist.comm.register import BACKEND
 from numadist.comm.tensors import Outputs, readable, same_dtype_and_size
-from numadist.comm.work import DONE, finished
+from numadist.comm.work import DONE, Job, MessageWork, PendingWork, TaskWork
 from numadist.errors import CommError
 from numadist.log import get_logger
 
 log = get_logger(__name__)
 _lib = _native.lib
+_BLOCKING = SimpleNamespace(asyncOp=False)
 
 # Open groups by torch's name. pybind does not keep a Python subclass alive for C++, so this does.
 _groups: dict[str, "ShmGroup"] = {}
@@ -54,6 +61,7 @@ class ShmGroup(dist.ProcessGroup):
         self._timeout_s = timeout_s
         self._name = ""
         self._desc = ""
+        self._outstanding: deque[PendingWork] = deque()
 
     # ---- what torch asks of a group -----------------------------------------------------------------------
 
@@ -103,7 +111,7 @@ class ShmGroup(dist.ProcessGroup):
         pass  # the core counts from the group's beginning
 
     def _start_coalescing(self, device: Any) -> None:
-        pass  # every call is complete at once
+        pass  # torch coalesces by the *_coalesced methods; single calls need no group of their own
 
     def _end_coalescing(self, device: Any) -> Work:
         return DONE
@@ -113,20 +121,34 @@ class ShmGroup(dist.ProcessGroup):
         self._check(_lib.nd_group_abort(self._core()))
 
     def shutdown(self) -> None:
-        """Unmap the segment; a second call does nothing."""
+        """Wait for calls under way, then unmap the segment; a second call does nothing."""
+        if self._handle is None:
+            return
+        for work in self._outstanding:
+            with contextlib.suppress(CommError):
+                work.wait()
+        self._outstanding.clear()
         handle, self._handle = self._handle, None
-        if handle is not None:
-            _groups.pop(self._name, None)
-            _lib.nd_group_close(handle)
+        _groups.pop(self._name, None)
+        _lib.nd_group_close(handle)
 
     def __repr__(self) -> str:
         return f"ShmGroup(name={self._name!r}, rank={self._rank}, world={self._world})"
 
-    # ---- collectives --------------------------------------------------------------------------------------
+    # ---- collectives ----------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None) -> Work:
-        self._check(_lib.nd_barrier(self._core()))
-        return finished(opts, [])
+        return self._run(opts, [Job(Arguments(coll=Coll.BARRIER))], [])
+
+    def monitored_barrier(
+        self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier with a time limit of its own; every barrier here names the ranks that are missing."""
+        before = self._timeout_s
+        if timeout is not None and timeout.total_seconds() > 0:
+            self.set_timeout(timeout)
+        self._run(_BLOCKING, [Job(Arguments(coll=Coll.BARRIER))], [])
+        self.set_timeout(datetime.timedelta(seconds=before))
 
     def all_reduce_(self, t: Tensor, op: Op) -> None:
         """Replace t by its reduction over the group; every rank gets the same bits."""
@@ -137,141 +159,97 @@ class ShmGroup(dist.ProcessGroup):
         outputs.store()
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        op = self._op(opts)
-        for t in tensors:
-            self.all_reduce_(t, op)
-        return finished(opts, tensors)
+        op = self._op(opts, tensors)
+        if opts is None or not opts.asyncOp:
+            for t in tensors:
+                self.all_reduce_(t, op)
+            return DONE
+        return self._run(opts, [self._in_place(Coll.ALL_REDUCE, t, op) for t in tensors], tensors, op)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
-        op = self._op(opts)
-        for t in tensors:
-            outputs = Outputs()
-            x = outputs.writable(t, keep=True)
-            dtype, count = self._reduction(x, op)
-            root = opts.rootRank
-            self._check(
-                _lib.nd_reduce(self._core(), x.data_ptr(), x.data_ptr(), count, dtype, op, root), t, op
-            )
-            outputs.store()
-        return finished(opts, tensors)
+        op, root = self._op(opts, tensors), opts.rootRank
+        return self._run(opts, [self._in_place(Coll.REDUCE, t, op, root) for t in tensors], tensors, op)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+        jobs = []
         for t in tensors:
             outputs = Outputs()
             x = outputs.writable(t, keep=True)
-            self._check(
-                _lib.nd_broadcast(self._core(), x.data_ptr(), x.nbytes, CODES[x.dtype], opts.rootRank)
+            arguments = Arguments(
+                coll=Coll.BROADCAST, dtype=CODES[x.dtype], root=opts.rootRank, count=x.nbytes
             )
-            if opts.rootRank != self._rank:
-                outputs.store()
-        return finished(opts, tensors)
-
-    def _all_gather(self, outs: list[Tensor], t: Tensor) -> None:
-        """outs[r] = rank r's t."""
-        x, outputs = readable(t), Outputs()
-        same_dtype_and_size("all_gather", outs, x.dtype, x.numel())
-        results = [outputs.writable(out) for out in outs]
-        addresses = pointers(out.data_ptr() for out in results)
-        self._check(_lib.nd_all_gather(self._core(), x.data_ptr(), addresses, x.nbytes, CODES[x.dtype]))
-        outputs.store()
+            arguments.out = x.data_ptr()
+            jobs.append(Job(arguments, [x], outputs.store))
+        return self._run(opts, jobs, tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        for outs, t in zip(outputs, inputs, strict=True):
-            self._all_gather(outs, t)
-        return finished(opts, [t for outs in outputs for t in outs])
+        jobs = [self._all_gather(outs, t) for outs, t in zip(outputs, inputs, strict=True)]
+        return self._run(opts, jobs, [t for outs in outputs for t in outs])
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         # torch passes outputs[rank][tensor] here, unlike in allgather.
-        for i, t in enumerate(inputs):
-            self._all_gather([of_rank[i] for of_rank in outputs], t)
-        return finished(opts, [t for outs in outputs for t in outs])
+        jobs = [self._all_gather([of_rank[i] for of_rank in outputs], t) for i, t in enumerate(inputs)]
+        return self._run(opts, jobs, [t for outs in outputs for t in outs])
 
     def all_gather_single(self, output: Tensor, t: Tensor, opts: Any = None) -> Work:
-        outputs = Outputs()
-        whole = outputs.writable(output)
-        self._all_gather(self._parts("all_gather_into_tensor", whole, t.numel()), t)
-        outputs.store()
-        return finished(opts, [output])
+        return self.all_gather_single_coalesced([output], [t], opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
+        jobs = []
         for output, t in zip(outputs, inputs, strict=True):
-            self.all_gather_single(output, t, opts)
-        return finished(opts, outputs)
-
-    def _reduce_scatter(self, output: Tensor, ins: list[Tensor], op: Op) -> None:
-        """output = reduction over ranks of their ins[my rank]."""
-        outputs = Outputs()
-        same_dtype_and_size("reduce_scatter", ins, output.dtype, output.numel())
-        y, xs = outputs.writable(output), [readable(t) for t in ins]
-        dtype, count = self._reduction(y, op)
-        addresses = pointers(x.data_ptr() for x in xs)
-        self._check(
-            _lib.nd_reduce_scatter(self._core(), addresses, y.data_ptr(), count, dtype, op), output, op
-        )
-        outputs.store()
+            staged = Outputs()
+            parts = self._parts("all_gather_into_tensor", staged.writable(output), t.numel())
+            jobs.append(self._all_gather(parts, t))
+            jobs[-1].store = staged.store
+        return self._run(opts, jobs, outputs)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
-        for output, ins in zip(outputs, inputs, strict=True):
-            self._reduce_scatter(output, ins, self._op(opts))
-        return finished(opts, outputs)
+        op = self._op(opts)
+        jobs = [
+            self._reduce_scatter(y, self._scaled(opts, ins), op)
+            for y, ins in zip(outputs, inputs, strict=True)
+        ]
+        return self._run(opts, jobs, outputs, op)
 
     def reduce_scatter_single(self, output: Tensor, t: Tensor, opts: Any = None) -> Work:
-        parts = self._parts("reduce_scatter_tensor", readable(t), output.numel())
-        self._reduce_scatter(output, parts, self._op(opts))
-        return finished(opts, [output])
+        return self.reduce_scatter_single_coalesced([output], [t], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        for output, t in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, t, opts)
-        return finished(opts, outputs)
+        op, jobs = self._op(opts), []
+        for y, t in zip(outputs, self._scaled(opts, inputs), strict=True):
+            parts = self._parts("reduce_scatter_tensor", readable(t), y.numel())
+            jobs.append(self._reduce_scatter(y, parts, op))
+        return self._run(opts, jobs, outputs, op)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
         staged, root = Outputs(), opts.rootRank
         y = staged.writable(outputs[0])
-        ins = [readable(t) for t in inputs[0]] if self._rank == root else []
-        same_dtype_and_size("scatter", ins, y.dtype, y.numel())
-        addresses = pointers(x.data_ptr() for x in ins)
-        self._check(_lib.nd_scatter(self._core(), addresses, y.data_ptr(), y.nbytes, CODES[y.dtype], root))
-        staged.store()
-        return finished(opts, outputs)
+        xs = [readable(t) for t in inputs[0]] if self._rank == root else []
+        same_dtype_and_size("scatter", xs, y.dtype, y.numel())
+        arguments = Arguments(coll=Coll.SCATTER, dtype=CODES[y.dtype], root=root, count=y.nbytes)
+        arguments.ins, arguments.out = pointers(x.data_ptr() for x in xs), y.data_ptr()
+        return self._run(opts, [Job(arguments, [xs, y], staged.store)], outputs)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         staged, root, x = Outputs(), opts.rootRank, readable(inputs[0])
         outs = outputs[0] if self._rank == root else []
         same_dtype_and_size("gather", outs, x.dtype, x.numel())
-        results = [staged.writable(t) for t in outs]
-        addresses = pointers(t.data_ptr() for t in results)
-        self._check(_lib.nd_gather(self._core(), x.data_ptr(), addresses, x.nbytes, CODES[x.dtype], root))
-        staged.store()
-        return finished(opts, outs)
+        ys = [staged.writable(t) for t in outs]
+        arguments = Arguments(coll=Coll.GATHER, dtype=CODES[x.dtype], root=root, count=x.nbytes)
+        arguments.in_, arguments.outs = x.data_ptr(), pointers(y.data_ptr() for y in ys)
+        return self._run(opts, [Job(arguments, [x, ys], staged.store)], outs)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        staged, xs = Outputs(), [readable(t) for t in inputs]
-        ys = [staged.writable(t) for t in outputs]
-        if not len(xs) == len(ys) == self._world:
-            raise CommError(f"all_to_all: {len(xs)} inputs and {len(ys)} outputs for {self._world} ranks")
-        if len(dtypes := {t.dtype for t in xs + ys}) != 1:
-            raise CommError(f"all_to_all: tensors of several dtypes: {sorted(map(str, dtypes))}")
-        code = _lib.nd_all_to_all(
-            self._core(),
-            pointers(x.data_ptr() for x in xs),
-            _native.sizes([x.nbytes for x in xs]),
-            pointers(y.data_ptr() for y in ys),
-            _native.sizes([y.nbytes for y in ys]),
-            CODES[xs[0].dtype],
-        )
-        self._check(code)
-        staged.store()
-        return finished(opts, outputs)
+        return self._run(opts, [self._all_to_all(outputs, inputs, Outputs())], outputs)
 
     def all_to_all_single(
         self, output: Tensor, t: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
@@ -279,9 +257,8 @@ class ShmGroup(dist.ProcessGroup):
         """Splits count rows (dimension 0); an empty list is an even split."""
         staged = Outputs()
         y, x = staged.writable(output), readable(t)
-        self.alltoall(self._rows("output", y, out_splits), self._rows("input", x, in_splits), opts)
-        staged.store()
-        return finished(opts, [output])
+        job = self._all_to_all(self._rows("output", y, out_splits), self._rows("input", x, in_splits), staged)
+        return self._run(opts, [job], [output])
 
     # Names of older torch releases, which functional collectives in C++ still look up.
     _allgather_base = all_gather_single
@@ -290,7 +267,85 @@ class ShmGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
+    # ---- messages ---------------------------------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
+        return self._message(Coll.SEND, tensors[0], peer, tag)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
+        return self._message(Coll.RECV, tensors[0], peer, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        return self._message(Coll.RECV, tensors[0], -1, tag)
+
     # ---- inside -------------------------------------------------------------------------------------------
+
+    def _run(self, opts: Any, jobs: list[Job], result: list[Tensor], op: Op | None = None) -> Work:
+        """Make the calls now, or for async_op hand them to the group's worker."""
+        handle = self._core()
+        if opts is not None and opts.asyncOp:
+            work = TaskWork(handle, jobs, lambda code: self._error(code, result, op), result)
+            return self._remember(work)
+        for job in jobs:
+            code = _native.run(handle, job.arguments)
+            if code != 0:
+                raise self._error(code, result, op)
+            job.store()
+        return DONE
+
+    def _remember(self, work: PendingWork) -> PendingWork:
+        """Keep a work, and so its tensors, until it is done, even if the caller drops it."""
+        while self._outstanding and self._outstanding[0].is_completed():
+            self._outstanding.popleft()
+        self._outstanding.append(work)
+        return work
+
+    def _message(self, coll: Coll, t: Tensor, peer: int, tag: int) -> Work:
+        handle, staged = self._core(), Outputs()
+        x = readable(t) if coll == Coll.SEND else staged.writable(t)
+        code, request = _native.start_message(handle, coll, x.data_ptr(), x.nbytes, CODES[x.dtype], peer, tag)
+        if code != 0:
+            raise self._error(code)
+        return self._remember(MessageWork(handle, request, x, self._error, staged.store))
+
+    def _in_place(self, coll: Coll, t: Tensor, op: Op, root: int = -1) -> Job:
+        outputs = Outputs()
+        x = outputs.writable(t, keep=True)
+        dtype, count = self._reduction(x, op)
+        arguments = Arguments(coll=coll, dtype=dtype, op=op, root=root, count=count)
+        arguments.in_ = arguments.out = x.data_ptr()
+        return Job(arguments, [x], outputs.store)
+
+    def _all_gather(self, outs: list[Tensor], t: Tensor) -> Job:
+        """outs[r] = rank r's t."""
+        x, staged = readable(t), Outputs()
+        same_dtype_and_size("all_gather", outs, x.dtype, x.numel())
+        ys = [staged.writable(out) for out in outs]
+        arguments = Arguments(coll=Coll.ALL_GATHER, dtype=CODES[x.dtype], count=x.nbytes)
+        arguments.in_, arguments.outs = x.data_ptr(), pointers(y.data_ptr() for y in ys)
+        return Job(arguments, [x, ys], staged.store)
+
+    def _reduce_scatter(self, output: Tensor, ins: list[Tensor], op: Op) -> Job:
+        """output = reduction over ranks of their ins[my rank]."""
+        staged = Outputs()
+        same_dtype_and_size("reduce_scatter", ins, output.dtype, output.numel())
+        y, xs = staged.writable(output), [readable(t) for t in ins]
+        dtype, count = self._reduction(y, op)
+        arguments = Arguments(coll=Coll.REDUCE_SCATTER, dtype=dtype, op=op, count=count)
+        arguments.ins, arguments.out = pointers(x.data_ptr() for x in xs), y.data_ptr()
+        return Job(arguments, [xs, y], staged.store)
+
+    def _all_to_all(self, outputs: list[Tensor], inputs: list[Tensor], staged: Outputs) -> Job:
+        xs, ys = [readable(t) for t in inputs], [staged.writable(t) for t in outputs]
+        if not len(xs) == len(ys) == self._world:
+            raise CommError(f"all_to_all: {len(xs)} inputs and {len(ys)} outputs for {self._world} ranks")
+        if len(dtypes := {t.dtype for t in xs + ys}) != 1:
+            raise CommError(f"all_to_all: tensors of several dtypes: {sorted(map(str, dtypes))}")
+        arguments = Arguments(coll=Coll.ALL_TO_ALL, dtype=CODES[xs[0].dtype])
+        arguments.ins, arguments.outs = pointers(x.data_ptr() for x in xs), pointers(y.data_ptr() for y in ys)
+        arguments.in_bytes = _native.sizes([x.nbytes for x in xs])
+        arguments.out_bytes = _native.sizes([y.nbytes for y in ys])
+        return Job(arguments, [xs, ys], staged.store)
 
     def _core(self) -> int:
         if self._handle is None:
@@ -300,23 +355,35 @@ class ShmGroup(dist.ProcessGroup):
         return self._handle
 
     def _check(self, code: int, t: Tensor | None = None, op: Op | None = None) -> None:
-        if code == 0:
-            return
-        if t is not None and op is not None and code == -_native.errno.EOPNOTSUPP:
-            raise CommError(
-                f"{op.name} of {t.dtype} has no meaning; AVG needs floats, BAND, BOR and BXOR integers"
-            )
-        raise watch.error_of(self._core(), code, self._name, self._rank, self._world, self._timeout_s)
+        if code != 0:
+            raise self._error(code, [] if t is None else [t], op)
 
-    def _op(self, opts: Any) -> Op:
+    def _error(self, code: int, tensors: Sequence[Tensor] = (), op: Op | None = None) -> CommError:
+        if op is not None and code == -errno.EOPNOTSUPP:
+            return CommError(
+                f"{op.name} of {tensors[0].dtype} has no meaning; AVG needs floats, BAND, BOR and BXOR integers"
+            )
+        return watch.error_of(self._core(), code, self._name, self._rank, self._world, self._timeout_s)
+
+    def _op(self, opts: Any, in_place: Sequence[Tensor] = ()) -> Op:
+        """The core's reduction; PREMUL_SUM scales the tensors to be reduced in place, and is a sum then."""
         if opts is None:
             return Op.SUM
-        op = OPS.get(opts.reduceOp.op)
+        name = opts.reduceOp.op
+        if name == ReduceOp.PREMUL_SUM:
+            for t in in_place:
+                t.mul_(opts.reduceOp.factor)
+            return Op.SUM
+        op = OPS.get(name)
         if op is None:
-            raise CommError(
-                f"backend numa has no reduction {opts.reduceOp.op}; it has {[o.name for o in Op]}"
-            )
+            raise CommError(f"backend numa has no reduction {name}; it has {[o.name for o in Op]}")
         return op
+
+    def _scaled(self, opts: Any, tensors: list[Tensor]) -> list[Tensor]:
+        """The inputs of a reduction, times the factor of PREMUL_SUM."""
+        if opts is None or opts.reduceOp.op != ReduceOp.PREMUL_SUM:
+            return tensors
+        return [t * opts.reduceOp.factor for t in tensors]
 
     def _reduction(self, x: Tensor, op: Op) -> tuple[int, int]:
         """(the core's dtype, number of its elements) of a tensor to reduce."""

@@ -2,6 +2,11 @@
 
 from typing import Any
 
+from numadist.config import config
+from numadist.log import get_logger
+
+log = get_logger(__name__)
+
 BACKEND = "numa"
 
 
@@ -20,3 +25,24 @@ def autoload() -> None:
         return
     # torch iterates over `devices`, so a plain string would be taken letter by letter.
     dist.Backend.register_backend(BACKEND, create_process_group, extended_api=True, devices=["cpu"])
+    if config().backend == BACKEND:
+        stand_in_for_gloo()
+
+
+def stand_in_for_gloo() -> None:
+    """Give every group that asks for gloo, or for torch's default on CPUs, the backend numa instead.
+
+    get_backend() still says what the script asked for, so its own checks hold.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    asked_for = c10d.BackendConfig.get_device_backend_map
+
+    def device_backend_map(self: c10d.BackendConfig) -> dict[str, c10d.Backend]:
+        numa = c10d.Backend(BACKEND)
+        return {
+            device: numa if name == c10d.Backend.GLOO else name for device, name in asked_for(self).items()
+        }
+
+    c10d.BackendConfig.get_device_backend_map = device_backend_map  # type: ignore[method-assign]
+    log.info("backend numa stands in for gloo (NUMADIST_BACKEND)")

@@ -1,14 +1,36 @@
-"""Work objects of collectives that are complete when the call returns."""
+"""Work objects: what torch gives back for a collective or a message, done or still under way.
 
+Tasks run without the GIL in the core. Python is needed only to finish one: copy staged results, complete the future.
+Whoever waits does that; for futures, which nobody may wait for, one thread of the process does.
+"""
+
+import datetime
+import errno
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import Work
+
+from numadist import _native
+from numadist.errors import CollectiveMismatch, CollectiveTimeout
+
+
+@dataclass
+class Job:
+    """One collective for the core: its arguments, what they point to, and what to do when it is done."""
+
+    arguments: _native.Arguments
+    keep: list[Any] = field(default_factory=list)
+    store: Callable[[], None] = lambda: None
 
 
 class DoneWork(Work):
-    """A finished collective whose result nobody asked for as a future."""
+    """A finished call whose result nobody asked for as a future."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -20,20 +42,202 @@ class DoneWork(Work):
         return True
 
     def get_future(self) -> torch.futures.Future:
-        return _completed_future([])
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result([])
+        return future
 
 
 DONE = DoneWork()
 
 
-def _completed_future(result: Any) -> torch.futures.Future:
-    future: torch.futures.Future = torch.futures.Future()
-    future.set_result(result)
-    return future
+class PendingWork(Work):
+    """A call under way. Subclasses ask the core; finishing happens once, on whichever thread sees it done."""
+
+    def __init__(self, result: list[Any], finish: Callable[[], None]):
+        super().__init__()
+        self._result = result
+        self._finish: Callable[[], None] | None = finish
+        self._error: Exception | None = None
+        self._future: torch.futures.Future | None = None
+        self._done = False
+        self._poll_lock = threading.RLock()  # held while the core is asked, possibly for long
+        self._future_lock = threading.Lock()
+
+    def _poll(self, timeout_ns: int) -> Exception | bool:
+        """True: done, False: not within the time (0: just look), an exception: failed."""
+        raise NotImplementedError
+
+    def _advance(self, timeout_ns: int) -> bool:
+        """Whether the call is done, now or within the time."""
+        if self._done:
+            return True
+        limit_s = -1.0 if timeout_ns == _native.FOREVER else timeout_ns / 1e9
+        if not self._poll_lock.acquire(timeout=limit_s):
+            return False
+        try:
+            if not self._done:
+                outcome = self._poll(timeout_ns)
+                if outcome is False:
+                    return False
+                self._complete(outcome if isinstance(outcome, Exception) else None)
+            return True
+        finally:
+            self._poll_lock.release()
+
+    def _complete(self, error: Exception | None) -> None:
+        self._error = error
+        if error is None and self._finish is not None:
+            self._finish()
+        self._finish = None
+        with self._future_lock:
+            self._done = True
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    def _settle(self, future: torch.futures.Future) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._result)
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Block until done; a timeout of zero or less is none. Raises: CommError, CollectiveTimeout."""
+        seconds = 0.0 if timeout is None else timeout.total_seconds()
+        if not self._advance(int(seconds * 1e9) if seconds > 0 else _native.FOREVER):
+            raise CollectiveTimeout(
+                f"not done within the {seconds:g} s of this wait; the call itself goes on"
+            )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._advance(0)
+
+    def is_success(self) -> bool:
+        return self._advance(0) and self._error is None
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return self._result
+
+    def get_future(self) -> torch.futures.Future:
+        with self._future_lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+            done = self._done
+        if done:
+            self._settle(future)
+        else:
+            _completer.take(self)
+        return future
 
 
-def finished(opts: Any, tensors: list[Tensor]) -> Work:
-    """Work of a call that is done: one shared object for blocking calls, one with a future for async ones."""
-    if opts is not None and not opts.asyncOp:
-        return DONE
-    return _create_work_from_future(_completed_future(tensors))
+class TaskWork(PendingWork):
+    """Collectives that the group's worker thread runs one after the other; done when all are."""
+
+    def __init__(
+        self,
+        handle: int,
+        jobs: list[Job],
+        error_of: Callable[[int], Exception],
+        result: list[Any],
+    ):
+        super().__init__(result, self._store_results)
+        self._handle = handle
+        self._jobs = jobs
+        self._error_of = error_of
+        self._tasks = [_native.start(handle, job.arguments) for job in jobs]
+        self._first_error: Exception | None = None
+
+    def _store_results(self) -> None:
+        for job in self._jobs:
+            job.store()
+        self._jobs = []
+
+    def _poll(self, timeout_ns: int) -> Exception | bool:
+        while self._tasks:
+            code = _native.wait_task(self._handle, self._tasks[0], timeout_ns)
+            if code is None:
+                return False
+            self._tasks.pop(0)
+            if code != 0 and self._first_error is None:
+                self._first_error = self._error_of(code)
+        return self._first_error or True
+
+
+class MessageWork(PendingWork):
+    """One send or receive."""
+
+    def __init__(
+        self,
+        handle: int,
+        request: int,
+        buffer: Tensor,
+        error_of: Callable[[int], Exception],
+        finish: Callable[[], None],
+    ):
+        super().__init__([buffer], finish)
+        self._handle = handle
+        self._request = request
+        self._num_bytes = buffer.nbytes
+        self._error_of = error_of
+        self.source = -1
+
+    def _poll(self, timeout_ns: int) -> Exception | bool:
+        if timeout_ns == 0:
+            code = _native.lib.nd_message_test(self._handle, self._request)
+        else:
+            limit_ns = 0 if timeout_ns == _native.FOREVER else timeout_ns
+            code = _native.lib.nd_message_wait(self._handle, self._request, limit_ns)
+        if code == 1:
+            return False
+        self.source, num_bytes = _native.message_source(self._request)
+        _native.lib.nd_message_free(self._handle, self._request)
+        if code == -errno.EMSGSIZE:
+            return wrong_size(self.source, num_bytes, self._num_bytes)
+        return True if code == 0 else self._error_of(code)
+
+    def _source_rank(self) -> int:
+        self.wait()
+        return self.source
+
+    source_rank = _source_rank
+
+
+def wrong_size(source: int, sent: int, expected: int) -> Exception:
+    return CollectiveMismatch(
+        f"recv: rank {source} sent {sent} bytes, the tensor to receive it has {expected}. "
+        f"Both sides must name the same shape and dtype; the message is dropped."
+    )
+
+
+class _Completer:
+    """One daemon thread that waits for works whose futures somebody holds, in the order they came."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[PendingWork] = queue.SimpleQueue()
+        self._started = False
+        self._lock = threading.Lock()
+
+    def take(self, work: PendingWork) -> None:
+        self._works.put(work)
+        with self._lock:
+            if not self._started:
+                threading.Thread(target=self._run, name="numadist-futures", daemon=True).start()
+                self._started = True
+
+    def _run(self) -> None:
+        while True:
+            self._works.get()._advance(_native.FOREVER)
+
+
+_completer = _Completer()

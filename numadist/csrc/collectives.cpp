@@ -46,9 +46,10 @@ class Scope {
       code = -ECHILD;
       return;
     }
+    wait_for_queue(g_);
     g_.mutex->lock();
     locked_ = true;
-    code = g_.failed;
+    code = g_.failed.load(std::memory_order_acquire);
     if (code != 0) return;
     if (g_.header->abort.load(std::memory_order_relaxed) != kRunning) {
       code = adopt_abort(g_);
@@ -407,7 +408,7 @@ static int agree_on_sizes(NdGroup& g, const size_t* in_bytes, const size_t* out_
       g.call.bytes = out_bytes[p];
       NdCall theirs = g.call;
       theirs.bytes = sizes[g.rank];
-      code = fail(g, -EPROTO, p, theirs);
+      code = fail_call(g, -EPROTO, p, theirs);
     }
   };
   const int rc = run_rounds(g, 1, fill, drain);

@@ -15,6 +15,7 @@
  *   -ECANCELED   the group was aborted by nd_group_abort
  *   -ECHILD      the handle was used in a fork of its process
  *   -EOPNOTSUPP  no kernel for this dtype and reduction; the group stays usable
+ *   -EMSGSIZE    a received message has another size than the buffer; the group stays usable
  * Calls on one group from several threads take turns.
  */
 #ifndef ND_CORE_H
@@ -23,7 +24,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 1
+#define ND_ABI_VERSION 2
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_NODE_WORDS 16 /* a set of memory nodes: 1024 bits */
@@ -114,7 +115,7 @@ typedef struct NdCall {
   uint8_t op;
   uint8_t dtype;
   uint8_t reserved;
-  int32_t root; /* -1: none */
+  int32_t root; /* of ND_SEND and ND_RECV the peer; -1: none */
   uint64_t
       bytes; /* of one rank's contribution; for all_to_all 0, its sizes are compared in the call itself */
 } NdCall;
@@ -129,7 +130,9 @@ typedef enum NdColl {
   ND_GATHER,
   ND_REDUCE,
   ND_ALL_TO_ALL,
-  ND_CONNECT
+  ND_CONNECT,
+  ND_SEND,
+  ND_RECV
 } NdColl;
 
 /* Why a group failed. */
@@ -192,6 +195,62 @@ ND_API int nd_reduce(NdGroup* group, const void* in, void* out, size_t count, in
 /* Sizes in bytes, any of them 0. A size that its peer does not expect is -EPROTO. */
 ND_API int nd_all_to_all(NdGroup* group, const void* const* ins, const size_t* in_bytes, void* const* outs,
                          const size_t* out_bytes, int dtype);
+
+/* ---- collectives as data, and in the background
+ * ---------------------------------------------------------------- Started calls run one after the other on a
+ * thread of the group, or on a thread that waits for them. A direct call waits for those started before it.
+ */
+
+typedef struct NdTask NdTask;
+
+/* What the direct call of `coll` takes; the rest is not read. Everything pointed to stays until the task is
+ * done. */
+typedef struct NdArguments {
+  int32_t coll;
+  int32_t dtype;
+  int32_t op;
+  int32_t root;
+  size_t count; /* elements of reductions, else bytes */
+  const void* in;
+  void* out; /* also the buffer of a broadcast */
+  const void* const* ins;
+  void* const* outs;
+  const size_t* in_bytes;
+  const size_t* out_bytes;
+} NdArguments;
+
+/* The direct call. */
+ND_API int nd_run(NdGroup* group, const NdArguments* arguments);
+
+#define ND_FOREVER UINT64_MAX
+ND_API int nd_task_start(NdGroup* group, const NdArguments* arguments, NdTask** out);
+/* 0: done, and *code is what the call returned. -ETIMEDOUT: still running; each call has its own deadline
+ * anyway. */
+ND_API int nd_task_wait(NdGroup* group, NdTask* task, uint64_t timeout_ns, int* code);
+/* -EBUSY while it runs. */
+ND_API int nd_task_free(NdGroup* group, NdTask* task);
+
+/* ---- messages between two ranks
+ * -------------------------------------------------------------------------------- Messages of one sender
+ * with one tag arrive in order. A message nobody waits for yet is kept in the receiver's heap, so a send
+ * completes whenever the receiver makes any call on messages, or has one in the background. */
+
+typedef struct NdRequest NdRequest;
+
+/* The buffer must stay until the request is done. background: a thread moves it on without further calls. */
+ND_API int nd_send_start(NdGroup* group, const void* buf, size_t bytes, int dtype, int peer, int tag,
+                         int background, NdRequest** out);
+/* peer -1: from any rank. */
+ND_API int nd_recv_start(NdGroup* group, void* buf, size_t bytes, int dtype, int peer, int tag,
+                         int background, NdRequest** out);
+/* 0 when done; timeout_ns 0 is the group's. Late or lost peers fail the group. */
+ND_API int nd_message_wait(NdGroup* group, NdRequest* request, uint64_t timeout_ns);
+/* 1 while it runs, else its code. */
+ND_API int nd_message_test(NdGroup* group, NdRequest* request);
+/* Of a finished receive: who sent it, and how many bytes came. */
+ND_API int nd_message_source(NdRequest* request, uint64_t* bytes);
+/* -EBUSY for a request that runs, unless its group failed. */
+ND_API int nd_message_free(NdGroup* group, NdRequest* request);
 
 #ifdef __cplusplus
 }

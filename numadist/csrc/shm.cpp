@@ -1,9 +1,6 @@
-// Segments, group handles, waiting and failing.
+// Segments and group handles.
 #include <errno.h>
 #include <fcntl.h>
-#include <limits.h>
-#include <linux/futex.h>
-#include <poll.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,25 +15,10 @@
 
 #include "sync.h"
 
-namespace nd {
-namespace {
-
-constexpr int kSpinsPerClock = 32;  // about 0.6 us of pause between two looks at the clock
-constexpr uint64_t kYieldNs = 1000 * 1000;
-// A waiter sleeps at most this long, so a publisher need not order its store before the look at `sleepers`
-// (a full fence on every publication); a wake that is missed costs one such sleep.
-constexpr long kSleepNs = 500 * 1000;
-
-void cpu_relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ __volatile__("yield");
-#endif
-}
+using namespace nd;
 
 // Start time of a process in clock ticks since boot (field 22 of /proc/PID/stat), 0 if it is gone.
-uint64_t start_time_of(int pid) {
+static uint64_t start_time_of(int pid) {
   char path[64], text[1024];
   snprintf(path, sizeof path, "/proc/%d/stat", pid);
   const int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -50,131 +32,15 @@ uint64_t start_time_of(int pid) {
   return p == nullptr ? 0 : strtoull(p, nullptr, 10);
 }
 
-bool is_dead(int pidfd) {
-  pollfd p{pidfd, POLLIN, 0};
-  return pidfd >= 0 && poll(&p, 1, 0) == 1;
+size_t nd_segment_bytes(int world) {
+  const size_t n = static_cast<size_t>(world);
+  return sizeof(Header) + n * (sizeof(Part) + n * sizeof(Channel));
 }
 
-// A rank that closed its handle will never publish again; as threads of one process ranks have no pidfd.
-bool is_gone(NdGroup& g, int peer) {
-  return g.parts[peer].control.identity.state.load(std::memory_order_acquire) == kClosed ||
-         is_dead(g.pidfds[peer]);
+static Part* parts_of(Header* header) { return reinterpret_cast<Part*>(header + 1); }
+static Channel* channels_of(Header* header, int world) {
+  return reinterpret_cast<Channel*>(parts_of(header) + world);
 }
-
-bool has_arrived(NdGroup& g, int peer, uint64_t seq) {
-  return g.parts[peer].control.flag.seq.load(std::memory_order_acquire) >= seq;
-}
-
-NdCall unpack(uint64_t what, uint64_t bytes) {
-  NdCall call;
-  memcpy(&call, &what, sizeof what);
-  call.bytes = bytes;
-  return call;
-}
-
-NdCall call_of(NdGroup& g, int peer) {
-  // relaxed: written before the event that we acquired.
-  const CallWords& words = g.parts[peer].control.flag.call[g.num_colls & 1];
-  return unpack(words.what.load(std::memory_order_relaxed), words.bytes.load(std::memory_order_relaxed));
-}
-
-// The reasons to stop waiting, cheapest first. 0: go on.
-int check_wait(NdGroup& g, int peer, uint64_t seq, uint64_t now) {
-  if (g.header->abort.load(std::memory_order_acquire) != kRunning) return adopt_abort(g);
-  if (now >= g.deadline_ns) return fail(g, -ETIMEDOUT, peer, NdCall{});
-  for (int p = 0; p < g.world; ++p) {
-    if (p == g.rank || !is_gone(g, p)) continue;
-    // A peer may rightly leave once it finished this collective, which it cannot before the event we wait for
-    // was published: so if that event is there now, its absence was old news.
-    return has_arrived(g, peer, seq) ? 0 : fail(g, -EOWNERDEAD, p, NdCall{});
-  }
-  return 0;
-}
-
-void sleep_on(Control& control, uint64_t seq) {
-  control.sleepers.count.fetch_add(1, std::memory_order_seq_cst);
-  const uint64_t seen = control.flag.seq.load(std::memory_order_acquire);
-  if (seen < seq) {
-    const timespec limit{0, kSleepNs};
-    // The futex is the low half of seq (little endian): it changes with every event.
-    syscall(SYS_futex, &control.flag.seq, FUTEX_WAIT, static_cast<uint32_t>(seen), &limit, nullptr, 0);
-  }
-  control.sleepers.count.fetch_sub(1, std::memory_order_relaxed);
-}
-
-}  // namespace
-
-int adopt_abort(NdGroup& g) {
-  while (g.header->abort.load(std::memory_order_acquire) == kWriting) sched_yield();
-  g.report = g.header->report;
-  return g.failed = g.report.code;
-}
-
-uint64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
-}
-
-void wake_sleepers(NdGroup& g) {
-  syscall(SYS_futex, &g.parts[g.rank].control.flag.seq, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
-
-int wait_event_slow(NdGroup& g, int peer, uint64_t seq) {
-  Control& control = g.parts[peer].control;
-  const uint64_t begin = now_ns();
-  uint64_t now = begin;
-  int code = 0;
-  g.awaited = seq;
-  while (code == 0) {
-    for (int i = 0; i < kSpinsPerClock; ++i) {
-      if (has_arrived(g, peer, seq)) {
-        g.stats.wait_ns += now_ns() - begin;
-        return 0;
-      }
-      cpu_relax();
-    }
-    now = now_ns();
-    if (now - begin < g.options.spin_ns) continue;
-    code = check_wait(g, peer, seq, now);
-    if (code == 0 && now - begin < g.options.spin_ns + kYieldNs)
-      sched_yield();
-    else if (code == 0)
-      sleep_on(control, seq);
-  }
-  g.stats.wait_ns += now - begin;
-  return code;
-}
-
-int meet(NdGroup& g, int peer, uint64_t seq) {
-  if (const int rc = wait_event(g, peer, seq)) return rc;
-  const NdCall theirs = call_of(g, peer);
-  return memcmp(&theirs, &g.call, sizeof theirs) == 0 ? 0 : fail(g, -EPROTO, peer, theirs);
-}
-
-int fail(NdGroup& g, int code, int peer, const NdCall& theirs) {
-  g.failed = code;
-  const int pid = peer >= 0 ? g.parts[peer].control.identity.pid : 0;
-  g.report = NdReport{code, g.rank, peer, pid, g.num_colls, g.call, theirs};
-  for (int p = 0; p < g.world; ++p) {
-    const bool joined = g.parts[p].control.identity.state.load(std::memory_order_acquire) != kEmpty;
-    const bool here = p == g.rank || (joined && has_arrived(g, p, g.awaited));
-    g.peer_state[p] = here ? 1 : (is_gone(g, p) ? -1 : 0);
-  }
-  uint32_t expected = kRunning;
-  // acq_rel: the first reporter owns the report; release below makes it readable.
-  if (g.header->abort.compare_exchange_strong(expected, kWriting, std::memory_order_acq_rel)) {
-    g.header->report = g.report;
-    g.header->abort.store(kAborted, std::memory_order_release);
-  }
-  return code;
-}
-
-}  // namespace nd
-
-using namespace nd;
-
-size_t nd_segment_bytes(int world) { return sizeof(Header) + sizeof(Part) * static_cast<size_t>(world); }
 
 int nd_segment_create(int world, uint64_t nonce, const NdTuning* tuning, const uint64_t* node_masks,
                       int* out) {
@@ -193,10 +59,12 @@ int nd_segment_create(int world, uint64_t nonce, const NdTuning* tuning, const u
   if (rc == 0) {
     // The policy of a shared mapping belongs to the file: set once here, it holds for whichever rank faults a
     // page.
-    Part* parts = reinterpret_cast<Part*>(static_cast<char*>(addr) + sizeof(Header));
-    for (int r = 0; r < world && node_masks != nullptr && rc == 0; ++r)
-      rc = nd_bind(&parts[r], sizeof(Part), node_masks + r * ND_NODE_WORDS);
     auto* header = static_cast<Header*>(addr);
+    for (int r = 0; r < world && node_masks != nullptr && rc == 0; ++r) {
+      const uint64_t* nodes = node_masks + r * ND_NODE_WORDS;
+      rc = nd_bind(&parts_of(header)[r], sizeof(Part), nodes);
+      if (rc == 0) rc = nd_bind(&channels_of(header, world)[r * world], world * sizeof(Channel), nodes);
+    }
     header->world = world;
     header->nonce = nonce;
     header->tuning = *tuning;
@@ -233,7 +101,7 @@ static int map_segment(int fd, int world, uint64_t nonce, size_t bytes, Header**
 // Handle, mutex and per-peer arrays in one mapping that reads as zeros in a fork.
 static int map_handle(int world, NdGroup** out) {
   const size_t n = static_cast<size_t>(world);
-  const size_t bytes = sizeof(NdGroup) + sizeof(std::mutex) + n * (sizeof(int) + 1);
+  const size_t bytes = sizeof(NdGroup) + 2 * sizeof(std::mutex) + n * (sizeof(int) + 1);
   void* addr = nullptr;
   if (const int rc = nd_map(bytes, &addr)) return rc;
   if (madvise(addr, bytes, MADV_WIPEONFORK) != 0) {
@@ -243,7 +111,8 @@ static int map_handle(int world, NdGroup** out) {
   }
   auto* g = static_cast<NdGroup*>(addr);
   g->mutex = new (g + 1) std::mutex;
-  g->pidfds = reinterpret_cast<int*>(g->mutex + 1);
+  g->report_mutex = new (g->mutex + 1) std::mutex;
+  g->pidfds = reinterpret_cast<int*>(g->report_mutex + 1);
   g->peer_state = reinterpret_cast<int8_t*>(g->pidfds + world);
   for (int r = 0; r < world; ++r) g->pidfds[r] = -1;
   g->magic = kMagic;
@@ -252,7 +121,7 @@ static int map_handle(int world, NdGroup** out) {
 }
 
 static size_t handle_bytes(const NdGroup* g) {
-  return sizeof(NdGroup) + sizeof(std::mutex) + static_cast<size_t>(g->world) * (sizeof(int) + 1);
+  return sizeof(NdGroup) + 2 * sizeof(std::mutex) + static_cast<size_t>(g->world) * (sizeof(int) + 1);
 }
 
 int nd_group_open(int fd, int rank, int world, uint64_t nonce, const NdOptions* options, NdGroup** out) {
@@ -266,7 +135,8 @@ int nd_group_open(int fd, int rank, int world, uint64_t nonce, const NdOptions* 
     return rc;
   }
   g->header = header;
-  g->parts = reinterpret_cast<Part*>(header + 1);
+  g->parts = parts_of(header);
+  g->channels = channels_of(header, world);
   g->bytes = bytes;
   g->rank = rank;
   g->world = world;
@@ -281,8 +151,13 @@ int nd_group_open(int fd, int rank, int world, uint64_t nonce, const NdOptions* 
     nd_group_close(g);
     return -EEXIST;
   }
-  *out = g;
-  return 0;
+  int rc = open_mail(*g);
+  if (rc == 0) rc = open_queue(*g);
+  if (rc != 0)
+    nd_group_close(g);
+  else
+    *out = g;
+  return rc;
 }
 
 // Watch a peer process; -EOWNERDEAD when the pid is already gone or somebody else's.
@@ -304,12 +179,12 @@ int nd_group_connect(NdGroup* group) {
     Identity& id = g.parts[p].control.identity;
     while (id.state.load(std::memory_order_acquire) == kEmpty) {
       if (g.header->abort.load(std::memory_order_acquire) != kRunning) return adopt_abort(g);
-      if (now_ns() >= deadline) return fail(g, -ETIMEDOUT, p, NdCall{});
+      if (now_ns() >= deadline) return fail_call(g, -ETIMEDOUT, p, NdCall{});
       // Processes may be seconds apart here, and must not starve the one that serves the store.
       const timespec pause{0, 100 * 1000};
       nanosleep(&pause, nullptr);
     }
-    if (const int rc = watch_peer(g, p)) return rc == -EOWNERDEAD ? fail(g, rc, p, NdCall{}) : rc;
+    if (const int rc = watch_peer(g, p)) return rc == -EOWNERDEAD ? fail_call(g, rc, p, NdCall{}) : rc;
     for (int i = 0; i < 16; ++i) cpus[i] |= id.cpus[i];
   }
   int num_cpus = 0;
@@ -322,6 +197,8 @@ int nd_group_connect(NdGroup* group) {
 int nd_group_close(NdGroup* g) {
   if (g == nullptr) return 0;
   if (g->magic != kMagic) return -ECHILD;
+  close_queue(*g);
+  close_mail(*g);
   Identity& me = g->parts[g->rank].control.identity;
   uint32_t opened = kOpened;
   if (me.pid == getpid()) me.state.compare_exchange_strong(opened, kClosed, std::memory_order_release);
@@ -329,6 +206,7 @@ int nd_group_close(NdGroup* g) {
     if (g->pidfds[r] >= 0) close(g->pidfds[r]);
   munmap(g->header, g->bytes);
   g->mutex->~mutex();
+  g->report_mutex->~mutex();
   munmap(g, handle_bytes(g));
   return 0;
 }
@@ -353,14 +231,14 @@ int nd_group_abort(NdGroup* g) {
 
 int nd_group_report(NdGroup* g, NdReport* out) {
   if (g->magic != kMagic) return -ECHILD;
-  const std::lock_guard<std::mutex> lock(*g->mutex);
+  const std::lock_guard<std::mutex> lock(*g->report_mutex);
   *out = g->report;
   return 0;
 }
 
 int nd_group_peers(NdGroup* g, int8_t* state) {
   if (g->magic != kMagic) return -ECHILD;
-  const std::lock_guard<std::mutex> lock(*g->mutex);
+  const std::lock_guard<std::mutex> lock(*g->report_mutex);
   memcpy(state, g->peer_state, static_cast<size_t>(g->world));
   return 0;
 }

@@ -34,15 +34,18 @@ struct CallWords {
   std::atomic<uint64_t> bytes;
 };
 
-// Written by its rank alone. seq counts the rank's events since the group began and is never reset; call[n &
-// 1] is the rank's n-th collective. Two entries do: a rank can be at most one collective ahead of a peer.
-struct alignas(kLine) Flag {
-  std::atomic<uint64_t> seq;
-  CallWords call[2];
+// A number that others wait for. In the flag it counts events, elsewhere it only changes.
+struct Bell {
+  std::atomic<uint64_t> value;
+  std::atomic<uint32_t> sleepers;
 };
 
-struct alignas(kLine) Sleepers {
-  std::atomic<uint32_t> count;
+// Written by its rank alone (but sleepers). seq counts the rank's events since the group began and is never
+// reset; call[n & 1] is the rank's n-th collective. Two entries do: a rank can be at most one collective
+// ahead of a peer.
+struct alignas(kLine) Flag {
+  Bell seq;
+  CallWords call[2];
 };
 
 enum State : uint32_t { kEmpty = 0, kOpened = 1, kClosed = 2 };
@@ -56,8 +59,8 @@ struct alignas(kLine) Identity {
 
 struct Control {
   Flag flag;
-  Sleepers sleepers;
   Identity identity;
+  alignas(kLine) Bell mail;  // rings when a channel to or from this rank moved
 };
 static_assert(sizeof(Control) <= kPage, "control must fit its page");
 
@@ -66,6 +69,20 @@ struct Part {
   alignas(kPage) char slots[kNumSlots][kSlotBytes];
   char swap[2][kSlotBytes];  // [pair]
 };
+
+// A stream of bytes from one rank to another: messages, each a MessageHead and its data, padded to
+// kMessageUnit.
+constexpr size_t kChannelBytes = 64 * 1024;
+constexpr size_t kMessageUnit = 64;
+
+struct alignas(kPage) Channel {
+  alignas(kLine) std::atomic<uint64_t> written;  // bytes so far, by the sender
+  alignas(kLine) std::atomic<uint64_t> read;     // bytes so far, by the receiver
+  alignas(kLine) char data[kChannelBytes];
+};
+
+struct Mail;   // p2p.cpp
+struct Queue;  // async.cpp
 
 enum Abort : uint32_t { kRunning = 0, kWriting = 1, kAborted = 2 };
 
@@ -90,15 +107,19 @@ struct NdGroup {
   int rank;
   int world;
   NdOptions options;
-  std::mutex* mutex;
-  int* pidfds;           // -1: this very process, or not connected yet
-  uint64_t seq;          // events I published
-  uint64_t num_swaps;    // chunks that went through swap slots
-  uint64_t num_colls;    // collectives entered; names the collective in reports
-  uint64_t deadline_ns;  // of the running collective
-  uint64_t awaited;      // the event waited for last; peers that lack it are named in a report
-  NdCall call;           // the running collective
-  int failed;            // sticky code
+  std::mutex* mutex;         // of the collectives
+  std::mutex* report_mutex;  // of failed, report and peer_state
+  nd::Channel* channels;     // [to][from]
+  nd::Mail* mail;
+  nd::Queue* queue;
+  int* pidfds;              // -1: this very process, or not connected yet
+  uint64_t seq;             // events I published
+  uint64_t num_swaps;       // chunks that went through swap slots
+  uint64_t num_colls;       // collectives entered; names the collective in reports
+  uint64_t deadline_ns;     // of the running collective
+  uint64_t awaited;         // the event waited for last; peers that lack it are named in a report
+  NdCall call;              // the running collective
+  std::atomic<int> failed;  // sticky code
   NdReport report;
   int8_t* peer_state;  // of the report
   NdStats stats;
@@ -109,19 +130,27 @@ namespace nd {
 uint64_t now_ns();
 
 // Publish this rank's next event; everything written before it is visible to who sees it.
-void wake_sleepers(NdGroup& g);
+void wake_sleepers(Bell& bell);
 inline void publish(NdGroup& g) {
-  Control& mine = g.parts[g.rank].control;
+  Bell& mine = g.parts[g.rank].control.flag.seq;
   // release: peers that acquire this value see the slot and the call words.
-  mine.flag.seq.store(++g.seq, std::memory_order_release);
+  mine.value.store(++g.seq, std::memory_order_release);
   // relaxed, and not ordered after the store: a sleeper missed here wakes by its own time limit.
-  if (mine.sleepers.count.load(std::memory_order_relaxed) != 0) wake_sleepers(g);
+  if (mine.sleepers.load(std::memory_order_relaxed) != 0) wake_sleepers(mine);
 }
+
+// Sleep until the bell rings, if it still shows `seen`; at most half a millisecond.
+void sleep_on(Bell& bell, uint64_t seen);
+
+void cpu_relax();
+
+// A rank that closed its handle will never publish again; as threads of one process ranks have no pidfd.
+bool is_gone(NdGroup& g, int peer);
 
 int wait_event_slow(NdGroup& g, int peer, uint64_t seq);
 inline int wait_event(NdGroup& g, int peer, uint64_t seq) {
   // acquire: pairs with the release in publish.
-  if (g.parts[peer].control.flag.seq.load(std::memory_order_acquire) >= seq) return 0;
+  if (g.parts[peer].control.flag.seq.value.load(std::memory_order_acquire) >= seq) return 0;
   return wait_event_slow(g, peer, seq);
 }
 
@@ -131,8 +160,21 @@ int meet(NdGroup& g, int peer, uint64_t seq);
 // Another rank failed first: take over its report; returns its code.
 int adopt_abort(NdGroup& g);
 
-// Make the group fail on every rank; returns the code.
-int fail(NdGroup& g, int code, int peer, const NdCall& theirs);
+// Make the group fail on every rank; returns the code it failed with, which may be an earlier one.
+int fail(NdGroup& g, const NdReport& report);
+// The same for the running collective.
+int fail_call(NdGroup& g, int code, int peer, const NdCall& theirs);
+
+// The channel that `from` writes and `to` reads; it lies in the memory of `to`.
+inline Channel& channel(NdGroup& g, int from, int to) { return g.channels[to * g.world + from]; }
+
+// Handles' own parts, made with the handle. close_mail stops the progress thread, close_queue the worker.
+int open_mail(NdGroup& g);
+void close_mail(NdGroup& g);
+int open_queue(NdGroup& g);
+void close_queue(NdGroup& g);
+// Wait until calls queued before are done; the worker itself passes.
+void wait_for_queue(NdGroup& g);
 
 // The slot of the event that makes a rank's counter `seq`.
 inline char* slot_of(NdGroup& g, int rank, uint64_t seq) { return g.parts[rank].slots[seq % kNumSlots]; }

@@ -70,12 +70,23 @@ main()
 """
 
 
-def results(command: list[str], folder: Path) -> list[str]:
-    """What the ranks printed, in rank order."""
+def run(command: list[str], folder: Path) -> str:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
-    # torchrun lets two ranks write on one line.
-    return sorted(text.strip() for text in re.findall(r"result (?:(?!result).)*", done.stdout))
+    return done.stdout
+
+
+def results(options: list[str], folder: Path) -> list[str]:
+    """The `result` lines of the ranks under numarun, in rank order."""
+    stdout = run([*NUMARUN, "--quiet", "--nproc-per-node", "2", *options], folder)
+    return sorted(re.findall(r"result .*", stdout))
+
+
+def torchrun_results(options: list[str], folder: Path) -> list[str]:
+    """The same under torchrun, from its log files: on the terminal it lets two ranks write on one line."""
+    run([*TORCHRUN, "--nproc-per-node", "2", "--redirects", "3", "--log-dir", "logs", *options], folder)
+    texts = [path.read_text() for path in (folder / "logs").rglob("stdout.log")]
+    return sorted(line for text in texts for line in re.findall(r"result .*", text))
 
 
 @pytest.mark.parametrize(
@@ -85,8 +96,8 @@ def results(command: list[str], folder: Path) -> list[str]:
 )
 def test_script_prints_what_it_prints_under_torchrun(tmp_path, body, args):
     (tmp_path / "script.py").write_text(body)
-    ours = results([*NUMARUN, "--quiet", "--nproc-per-node", "2", "script.py", *args], tmp_path)
-    theirs = results([*TORCHRUN, "--nproc-per-node", "2", "script.py", *args], tmp_path)
+    ours = results(["script.py", *args], tmp_path)
+    theirs = torchrun_results(["script.py", *args], tmp_path)
     assert len(ours) == 2
     assert ours == theirs
 
@@ -94,8 +105,8 @@ def test_script_prints_what_it_prints_under_torchrun(tmp_path, body, args):
 def test_module_prints_what_it_prints_under_torchrun(tmp_path):
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "mod.py").write_text(NO_TORCH)
-    ours = results([*NUMARUN, "--quiet", "--nproc-per-node", "2", "-m", "pkg.mod", "a", "-b"], tmp_path)
-    assert ours == results([*TORCHRUN, "--nproc-per-node", "2", "-m", "pkg.mod", "a", "-b"], tmp_path)
+    ours = results(["-m", "pkg.mod", "a", "-b"], tmp_path)
+    assert ours == torchrun_results(["-m", "pkg.mod", "a", "-b"], tmp_path)
 
 
 def test_an_exception_under_record_is_in_the_summary(tmp_path):
@@ -106,3 +117,40 @@ def test_an_exception_under_record_is_in_the_summary(tmp_path):
     assert done.returncode == 1
     assert "numarun:   RuntimeError: weights are missing" in summary, done.stderr
     assert len(summary) <= 8
+
+
+WHICH = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group(*sys.argv[1:])
+x = torch.ones(4) * (dist.get_rank() + 1)
+dist.all_reduce(x)
+print("result", dist.get_rank(), type(dist.group.WORLD).__module__, x.tolist(), dist.get_backend(), flush=True)
+sub = dist.new_group([0, 1], backend="gloo")
+dist.all_reduce(x, group=sub)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("asked", [[], ["gloo"]], ids=["no-backend", "gloo"])
+def test_backend_numa_stands_in_for_gloo(tmp_path, asked):
+    (tmp_path / "script.py").write_text(WHICH)
+    plain = results(["script.py", *asked], tmp_path)
+    ours = results(["--backend", "numa", "script.py", *asked], tmp_path)
+    assert all("torch.distributed" in text or "torch._C" in text for text in plain), plain
+    assert [text.split()[2] for text in ours] == ["numadist.comm.process_group"] * 2
+    # The sums and the name the script sees are the same.
+    assert [text.split()[3:] for text in ours] == [text.split()[3:] for text in plain]
+
+
+def test_ddp_script_gives_the_same_losses_on_backend_numa_and_under_torchrun(tmp_path):
+    (tmp_path / "script.py").write_text(DDP)
+    ours = results(["--backend", "numa", "script.py"], tmp_path)
+    theirs = torchrun_results(["script.py"], tmp_path)
+    losses = [[float(word) for text in side for word in text.split()[1:]] for side in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_torchrun_runs_our_backend(tmp_path):
+    (tmp_path / "script.py").write_text(WHICH)
+    seen = torchrun_results(["script.py", "numa"], tmp_path)
+    assert [text.split()[2] for text in seen] == ["numadist.comm.process_group"] * 2

@@ -90,3 +90,41 @@ def check_without_copying_the_whole(rank, world):
 
 def test_full_weights_are_freed_with_the_original_model(group):
     group.run(check_without_copying_the_whole)
+
+
+def check_peak_memory(rank, world, folder):
+    """Resident memory that loading a sharded model adds at its peak, and the bytes of its weights."""
+    import resource
+
+    import numadist
+
+    inputs = {"input_ids": torch.arange(8)[None], "use_cache": False, "logits_to_keep": 1}
+    warm, _, _, _ = sharded_and_expected("gpt2-tiny")  # what torch itself costs, once
+    del warm
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with numadist.empty_parameters():
+        hollow = big_gpt2()
+    sharded = numadist.shard(hollow, inputs, weights=folder)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak - before, sharded.local_bytes
+
+
+def big_gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_layer=4)).eval()
+
+
+FIXED_BYTES = 40e6  # what exporting and planning a larger graph leaves behind, measured at 10-25 MB
+
+
+def test_a_rank_never_holds_more_than_its_slices(group, tmp_path):
+    whole = big_gpt2()
+    whole.save_pretrained(tmp_path)
+    whole_bytes = sum(p.numel() * p.element_size() for p in whole.parameters())
+    del whole
+    for added, local_bytes in group.run(check_peak_memory, str(tmp_path)):
+        assert local_bytes < whole_bytes / group.world * 1.1
+        assert added < 1.15 * local_bytes + FIXED_BYTES, (
+            f"{added / 1e6:.0f} MB for {local_bytes / 1e6:.0f} MB"
+        )

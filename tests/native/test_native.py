@@ -56,5 +56,11 @@ def test_random_collectives_give_what_the_ranks_put_in(build):
         assert f"{world} ranks" in run(program, world, rounds, 20260 + world)
 
 
+def test_random_messages_and_background_calls_arrive_whole(build):
+    program = build("test_messages")
+    for world, rounds in ((2, 200), (3, 100), (4, 50)):
+        assert f"{world} ranks" in run(program, world, rounds, 4711 + world)
+
+
 def test_faults_are_errors_on_every_rank(build):
     assert "ok" in run(build("test_faults"))
