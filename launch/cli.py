@@ -106,6 +106,8 @@ def _show_plan(machine: Machine, plan: Plan, options: Options, show: Callable[[s
     if options.verbose:
         for line in render(machine).splitlines():
             show(line)
+    if options.backend:
+        say(f"note: scripts that ask for gloo, or for no backend, get backend {options.backend}")
     for note in machine.notes:
         say(f"note: {note}")
     for text in plan.warnings:

@@ -60,6 +60,7 @@ def rank_environment(
         "NUMADIST_NODES": format_list(placement.mem_nodes),
         "NUMADIST_NODE_MAP": "|".join(format_list(p.mem_nodes) for p in plan.ranks),
         "NUMADIST_CPUS": format_list(placement.cpus),
+        **({"NUMADIST_BACKEND": options.backend} if options.backend else {}),
         **_threads(inherited, options, placement, job),
         **dict(options.env),
     }

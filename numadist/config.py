@@ -28,6 +28,10 @@ class Config:
     node_map: str = knob("NUMADIST_NODE_MAP", "", "Memory nodes of all ranks, e.g. `0|8`; set by numarun.")
     cpus: str = knob("NUMADIST_CPUS", "", "CPUs of this rank, e.g. `0-7`; set by numarun.")
 
+    backend: str = knob(
+        "NUMADIST_BACKEND", "", "`numa`: scripts that ask for gloo, or for no backend, get numa."
+    )
+
     # Collectives.
     spin_us: int = knob("NUMADIST_SPIN_US", 50, "Spin so long for a peer, then yield, then sleep on a futex.")
     one_shot_bytes: int = knob(
