@@ -24,6 +24,7 @@ _PUBLIC = {
     "NativeError": "numadist.errors",
     "clone": "numadist.memory.tensors",
     "page_nodes": "numadist.memory.pages",
+    "empty_parameters": "numadist.shard.fake",
     "explain": "numadist.shard.explain",
     "Schema": "numadist.shard.schema",
 }

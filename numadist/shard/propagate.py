@@ -129,7 +129,9 @@ class _Planner:
                 continue
             for user in self._users_of_weight(node):
                 if user not in self.contractions and user.target is not graph.aten.embedding.default:
-                    reason = f"parameter {node.target} is used by {graph.op_name(user)}, which cannot be sharded"
+                    reason = (
+                        f"parameter {node.target} is used by {graph.op_name(user)}, which cannot be sharded"
+                    )
                     found.append(LeftAlone(user, reason, user))
                     break
         return found

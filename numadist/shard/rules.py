@@ -328,7 +328,8 @@ def embedding(node: Node, want: Shard, ctx: Context) -> Demands:
 
 @rule(aten.matmul.default, aten.bmm.default)
 def matmul(node: Node, want: Shard, ctx: Context) -> Demands:
-    return product(*node.args, want, len(shape(node)))
+    a, b = node.args
+    return product(a, b, want, len(shape(node)))
 
 
 def product(a: Node, b: Node, want: Shard, ndim: int) -> Demands:

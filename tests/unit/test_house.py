@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "comm": BASE | {"_native", "topology", "binding", "memory", "torch"},
     "shard": BASE | {"_native", "topology", "memory", "torch"},
     "models": BASE | {"torch"},
-    "compare": BASE | {"_native", "topology", "binding", "memory", "comm", "shard", "models", "torch"},
+    "compare": BASE
+    | {"_native", "_syscalls", "topology", "binding", "memory", "comm", "shard", "models", "torch"},
     "explain_command": BASE | {"shard", "models", "torch"},
     "info": BASE | {"_native", "topology", "binding", "torch"},
     "cli": BASE | {"_native", "topology", "binding", "info", "shard", "torch"},

@@ -49,7 +49,12 @@ class Board:
 
 
 def shard_all(
-    model: torch.nn.Module, example_inputs: Any, num_ranks: int, dynamic_shapes: Any = None, schema=None
+    model: torch.nn.Module,
+    example_inputs: Any,
+    num_ranks: int,
+    dynamic_shapes: Any = None,
+    schema=None,
+    checkpoint=None,
 ) -> tuple[Schema, list[torch.fx.GraphModule], Board]:
     """Every rank's graph of `model`."""
     board = Board(num_ranks)
@@ -60,7 +65,9 @@ def shard_all(
         gm = copy.deepcopy(captured)
         schema = schema or build_schema(gm, num_ranks)
         apply(gm, schema, rank, board.emitter(rank))
-        localize_parameters(gm, schema, rank, torch.clone)
+        localize_parameters(
+            gm, schema, rank, lambda shape, dtype: torch.empty(shape, dtype=dtype), checkpoint
+        )
         graphs.append(gm)
     return schema, graphs, board
 
