@@ -13,7 +13,7 @@ from pathlib import Path
 
 from numadist.errors import NativeError
 
-ABI_VERSION = 2  # ND_ABI_VERSION
+ABI_VERSION = 3  # ND_ABI_VERSION
 MAX_WORLD = 512  # ND_MAX_WORLD
 NODE_WORDS = 16  # ND_NODE_WORDS
 
@@ -147,6 +147,7 @@ _GROUP_FUNCTIONS: dict[str, list] = {
     "nd_send_start": [_PTR, c_size_t, c_int, c_int, c_int, c_int, POINTER(c_void_p)],
     "nd_recv_start": [_PTR, c_size_t, c_int, c_int, c_int, c_int, POINTER(c_void_p)],
     "nd_message_wait": [c_void_p, c_uint64],
+    "nd_message_poll": [c_void_p, c_uint64],
     "nd_message_test": [c_void_p],
     "nd_message_free": [c_void_p],
     "nd_barrier": [],

@@ -25,8 +25,8 @@ class ShardError(NumadistError):
     """A model cannot be captured, planned or loaded for this number of ranks."""
 
 
-class CommError(NumadistError):
-    """Base of what a collective may raise. After one of these the group is unusable."""
+class CommError(NumadistError, RuntimeError):
+    """Base of what a collective may raise; a RuntimeError, as other backends raise, for programs that catch that."""
 
 
 class CollectiveTimeout(CommError):

@@ -27,9 +27,11 @@ from numadist import _native
 from numadist._native import Arguments, Coll, Op, pointers
 from numadist.comm import segment, watch
 from numadist.comm.dtypes import CODES, OPS, REDUCIBLE
+from numadist.comm.monitor import monitored_barrier
 from numadist.comm.register import BACKEND
+from numadist.comm.sparse import sum_sparse_
 from numadist.comm.tensors import Outputs, readable, same_dtype_and_size
-from numadist.comm.work import DONE, Job, MessageWork, PendingWork, TaskWork
+from numadist.comm.work import DONE, DoneWork, Job, MessageWork, PendingWork, TaskWork
 from numadist.errors import CommError
 from numadist.log import get_logger
 
@@ -62,6 +64,7 @@ class ShmGroup(dist.ProcessGroup):
         self._name = ""
         self._desc = ""
         self._outstanding: deque[PendingWork] = deque()
+        self._num_monitored = 0
 
     # ---- what torch asks of a group -----------------------------------------------------------------------
 
@@ -143,12 +146,12 @@ class ShmGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier with a time limit of its own; every barrier here names the ranks that are missing."""
-        before = self._timeout_s
-        if timeout is not None and timeout.total_seconds() > 0:
-            self.set_timeout(timeout)
-        self._run(_BLOCKING, [Job(Arguments(coll=Coll.BARRIER))], [])
-        self.set_timeout(datetime.timedelta(seconds=before))
+        """A barrier that names the missing ranks within a time of its own; the group stays usable."""
+        self._num_monitored += 1
+        seconds = self._timeout_s if timeout is None else timeout.total_seconds()
+        # Negative tags are ours; a new one each time, so that a late rank does not pass the next barrier.
+        tag = -self._num_monitored
+        monitored_barrier(self._core(), self._rank, self._world, seconds, wait_all_ranks, tag)
 
     def all_reduce_(self, t: Tensor, op: Op) -> None:
         """Replace t by its reduction over the group; every rank gets the same bits."""
@@ -160,7 +163,9 @@ class ShmGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         op = self._op(opts, tensors)
-        if opts is None or not opts.asyncOp:
+        if any(t.is_sparse for t in tensors):
+            return self._allreduce_sparse(tensors, op)
+        if opts is not None and not opts.asyncOp:
             for t in tensors:
                 self.all_reduce_(t, op)
             return DONE
@@ -283,7 +288,8 @@ class ShmGroup(dist.ProcessGroup):
     def _run(self, opts: Any, jobs: list[Job], result: list[Tensor], op: Op | None = None) -> Work:
         """Make the calls now, or for async_op hand them to the group's worker."""
         handle = self._core()
-        if opts is not None and opts.asyncOp:
+        # Without options, as hooks call a group directly, torch's own default holds: async.
+        if opts is None or opts.asyncOp:
             work = TaskWork(handle, jobs, lambda code: self._error(code, result, op), result)
             return self._remember(work)
         for job in jobs:
@@ -307,6 +313,19 @@ class ShmGroup(dist.ProcessGroup):
         if code != 0:
             raise self._error(code)
         return self._remember(MessageWork(handle, request, x, self._error, staged.store))
+
+    def _allreduce_sparse(self, tensors: list[Tensor], op: Op) -> Work:
+        if op != Op.SUM:
+            raise CommError(f"sparse tensors have SUM only, not {op.name}")
+        for t in tensors:
+            sum_sparse_(t, self._gathered)
+        return DoneWork(tensors)
+
+    def _gathered(self, x: Tensor) -> list[Tensor]:
+        """Everybody's x, in rank order."""
+        outs = [torch.empty_like(x) for _ in range(self._world)]
+        self._run(_BLOCKING, [self._all_gather(outs, x)], [])
+        return outs
 
     def _in_place(self, coll: Coll, t: Tensor, op: Op, root: int = -1) -> Job:
         outputs = Outputs()

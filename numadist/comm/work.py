@@ -30,7 +30,11 @@ class Job:
 
 
 class DoneWork(Work):
-    """A finished call whose result nobody asked for as a future."""
+    """A finished call."""
+
+    def __init__(self, result: list[Any]):
+        super().__init__()
+        self._result = result
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -43,11 +47,15 @@ class DoneWork(Work):
 
     def get_future(self) -> torch.futures.Future:
         future: torch.futures.Future = torch.futures.Future()
-        future.set_result([])
+        future.set_result(self._result)
         return future
 
+    def result(self) -> list[Any]:
+        return self._result
 
-DONE = DoneWork()
+
+# What blocking calls return: torch waits for it and gives the user nothing.
+DONE = DoneWork([])
 
 
 class PendingWork(Work):

@@ -24,7 +24,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 2
+#define ND_ABI_VERSION 3
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_NODE_WORDS 16 /* a set of memory nodes: 1024 bits */
@@ -245,11 +245,14 @@ ND_API int nd_recv_start(NdGroup* group, void* buf, size_t bytes, int dtype, int
                          int background, NdRequest** out);
 /* 0 when done; timeout_ns 0 is the group's. Late or lost peers fail the group. */
 ND_API int nd_message_wait(NdGroup* group, NdRequest* request, uint64_t timeout_ns);
+/* The same, but at the end of the time 1, and nobody has failed. */
+ND_API int nd_message_poll(NdGroup* group, NdRequest* request, uint64_t timeout_ns);
 /* 1 while it runs, else its code. */
 ND_API int nd_message_test(NdGroup* group, NdRequest* request);
 /* Of a finished receive: who sent it, and how many bytes came. */
 ND_API int nd_message_source(NdRequest* request, uint64_t* bytes);
-/* -EBUSY for a request that runs, unless its group failed. */
+/* A receive that nothing has come for is withdrawn; -EBUSY for other running requests, unless the group
+ * failed. */
 ND_API int nd_message_free(NdGroup* group, NdRequest* request);
 
 #ifdef __cplusplus

@@ -389,17 +389,17 @@ int nd_message_test(NdGroup* group, NdRequest* r) {
   return r->state.load(std::memory_order_acquire);
 }
 
-int nd_message_wait(NdGroup* group, NdRequest* r, uint64_t timeout_ns) {
-  NdGroup& g = *group;
+// Until the request is done or the deadline; then `soft` returns 1, else the group fails.
+static int wait_until(NdGroup& g, NdRequest* r, uint64_t deadline, bool soft) {
   if (g.magic != kMagic) return -ECHILD;
   Bell& bell = g.parts[g.rank].control.mail;
   const uint64_t begin = now_ns();
-  const uint64_t deadline = begin + (timeout_ns != 0 ? timeout_ns : g.options.timeout_ns);
   for (;;) {
     const uint64_t seen = bell.value.load(std::memory_order_acquire);
-    const int state = nd_message_test(group, r);
+    const int state = nd_message_test(&g, r);
     if (state != 1) return state;
-    const uint64_t waited = now_ns() - begin;
+    const uint64_t now = now_ns(), waited = now - begin;
+    if (soft && now >= deadline) return 1;
     if (waited < g.options.spin_ns) {
       cpu_relax();
       continue;
@@ -412,17 +412,37 @@ int nd_message_wait(NdGroup* group, NdRequest* r, uint64_t timeout_ns) {
   }
 }
 
+int nd_message_wait(NdGroup* g, NdRequest* r, uint64_t timeout_ns) {
+  return wait_until(*g, r, now_ns() + (timeout_ns != 0 ? timeout_ns : g->options.timeout_ns), false);
+}
+
+int nd_message_poll(NdGroup* g, NdRequest* r, uint64_t timeout_ns) {
+  return wait_until(*g, r, now_ns() + timeout_ns, true);
+}
+
 int nd_message_source(NdRequest* r, uint64_t* bytes) {
   *bytes = r->done;
   return r->source;
+}
+
+// Take a receive that nothing has come for out of the list.
+static bool withdraw(Mail& mail, NdRequest* r) {
+  for (NdRequest** at = &mail.receives.first; *at != nullptr; at = &(*at)->next) {
+    if (*at != r) continue;
+    mail.receives.remove(at);
+    --mail.num_running;
+    return true;
+  }
+  return false;
 }
 
 int nd_message_free(NdGroup* group, NdRequest* r) {
   if (group->magic != kMagic) return -ECHILD;
   Mail& mail = *group->mail;
   const std::lock_guard<std::mutex> lock(mail.mutex);
-  const bool runs = r->state.load(std::memory_order_acquire) == 1;
-  if (runs && group->failed.load(std::memory_order_acquire) == 0) return -EBUSY;
+  if (r->state.load(std::memory_order_acquire) == 1 && !withdraw(mail, r) &&
+      group->failed.load(std::memory_order_acquire) == 0)
+    return -EBUSY;
   delete r;
   return 0;
 }
