@@ -1,4 +1,4 @@
-// What a group does when a rank is late, different, gone, killed or forked. Usage: test_faults
+// What a group does when a rank is late, different, gone, killed or forked. Usage: test_faults [KILLS]
 #include <errno.h>
 #include <signal.h>
 #include <string.h>
@@ -155,39 +155,136 @@ void only_a_sealed_segment_of_this_group_is_opened() {
   close(fd);
 }
 
-// Three processes in an endless row of collectives; one is killed at a random moment.
+// One call of a kind; sizes from a line to several slots.
+int some_call(int kind, NdGroup* group, int rank, int world, std::vector<float>& x) {
+  const size_t count = kind % 2 ? x.size() / static_cast<size_t>(world) : 16;
+  std::vector<const void*> ins(world, x.data());
+  std::vector<std::vector<float>> results(world, std::vector<float>(count));
+  std::vector<void*> outs;
+  for (auto& result : results) outs.push_back(result.data());
+  switch (kind / 2) {
+    case 0:
+      return nd_all_reduce(group, x.data(), x.data(), kind % 2 ? x.size() : 16, ND_F32, ND_SUM);
+    case 1:
+      return nd_all_gather(group, x.data(), outs.data(), count * 4, ND_F32);
+    case 2:
+      return nd_reduce_scatter(group, ins.data(), outs[0], count, ND_F32, ND_SUM);
+    case 3:
+      return nd_broadcast(group, x.data(), count * 4, ND_F32, 0);
+    case 4:
+      return nd_scatter(group, ins.data(), outs[0], count * 4, ND_F32, 0);
+    case 5:
+      return nd_gather(group, x.data(), outs.data(), count * 4, ND_F32, world - 1);
+    case 6:
+      return nd_reduce(group, x.data(), outs[0], count, ND_F32, ND_SUM, 0);
+    case 7: {
+      const std::vector<size_t> bytes(world, count * 4);
+      return nd_all_to_all(group, ins.data(), bytes.data(), outs.data(), bytes.data(), ND_F32);
+    }
+    case 8:
+      return nd_barrier(group);
+    default: {  // around a ring
+      NdRequest *send = nullptr, *recv = nullptr;
+      int code = nd_recv_start(group, outs[0], count * 4, ND_F32, (rank + world - 1) % world, 0, 0, &recv);
+      if (code == 0)
+        code = nd_send_start(group, x.data(), count * 4, ND_F32, (rank + 1) % world, 0, 0, &send);
+      if (code == 0) code = nd_message_wait(group, recv, 0);
+      if (code == 0) code = nd_message_wait(group, send, 0);
+      if (recv != nullptr) nd_message_free(group, recv);
+      if (send != nullptr) nd_message_free(group, send);
+      return code;
+    }
+  }
+}
+constexpr int kNumCallKinds = 20;
+
+// A rank as a process, in an endless row of calls until one fails; its code.
+int run_until_failure(int fd, int ready, int rank, int world, unsigned seed) {
+  const NdOptions options{60 * kSecond, 20000};
+  NdGroup* group = nullptr;
+  int code = nd_group_open(fd, rank, world, 7, &options, &group);
+  if (code == 0) code = nd_group_connect(group);
+  if (write(ready, "r", 1) != 1) return 1;
+  std::vector<float> x(100000);
+  std::mt19937 plan(seed);
+  // Either one kind all the time, or a mix.
+  const int fixed = static_cast<int>(plan() % (2 * kNumCallKinds));
+  while (code == 0) {
+    const int mixed = static_cast<int>(plan() % kNumCallKinds);
+    code = some_call(fixed < kNumCallKinds ? fixed : mixed, group, rank, world, x);
+  }
+  const int peer = report_of(group).peer;
+  nd_group_close(group);
+  return code == -EOWNERDEAD && peer >= 0 ? 0 : 1;
+}
+
+// A rank is killed at a random moment; all others must see it within 2 s.
 void killed_process_is_lost(unsigned seed) {
-  constexpr int kWorld = 3;
+  std::mt19937 rng(seed);
+  const int world = 2 + static_cast<int>(rng() % 3),
+            victim = static_cast<int>(rng() % static_cast<unsigned>(world));
   const NdTuning tuning{16384};
   int fd = -1;
-  CHECK_EQ(nd_segment_create(kWorld, 7, &tuning, nullptr, &fd), 0, "create");
-  pid_t pids[kWorld];
-  for (int rank = 0; rank < kWorld; ++rank) {
+  CHECK_EQ(nd_segment_create(world, 7, &tuning, nullptr, &fd), 0, "create");
+  std::vector<pid_t> pids(world);
+  int ready[2];
+  CHECK_EQ(pipe(ready), 0, "pipe");
+  for (int rank = 0; rank < world; ++rank) {
     pids[rank] = fork();
-    if (pids[rank] != 0) continue;
-    const NdOptions options{60 * kSecond, 20000};
-    NdGroup* group = nullptr;
-    int code = nd_group_open(fd, rank, kWorld, 7, &options, &group);
-    if (code == 0) code = nd_group_connect(group);
-    std::vector<float> x(200000);
-    while (code == 0) code = nd_all_reduce(group, x.data(), x.data(), x.size(), ND_F32, ND_SUM);
-    _exit(code == -EOWNERDEAD && report_of(group).peer == kWorld - 1 ? 0 : 1);
+    if (pids[rank] == 0) _exit(run_until_failure(fd, ready[1], rank, world, seed));
   }
-  usleep(20000 + seed * 1700 % 30000);  // the kill point, not a wait
-  kill(pids[kWorld - 1], SIGKILL);
+  char byte;
+  for (int rank = 0; rank < world; ++rank) CHECK_EQ(read(ready[0], &byte, 1), 1, "ready");
+  close(ready[0]);
+  close(ready[1]);
+  usleep(rng() % 20000);  // the kill point, not a wait
+  kill(pids[victim], SIGKILL);
   const double begin = seconds();
-  for (int rank = 0; rank < kWorld; ++rank) {
+  for (int rank = 0; rank < world; ++rank) {
     int status = 0;
     waitpid(pids[rank], &status, 0);
-    if (rank != kWorld - 1) CHECK_EQ(status, 0, "rank %d must see that rank %d died", rank, kWorld - 1);
+    if (rank != victim)
+      CHECK_EQ(status, 0, "seed %u: rank %d of %d must see that %d died", seed, rank, world, victim);
   }
-  CHECK_EQ(seconds() - begin < 2, 1, "took %g s", seconds() - begin);
+  CHECK_EQ(seconds() - begin < 2, 1, "seed %u: took %g s", seed, seconds() - begin);
+  close(fd);
+}
+
+// A stopped rank is late, and when it goes on it is told so.
+void stopped_process_is_late() {
+  const NdTuning tuning{16384};
+  int fd = -1;
+  CHECK_EQ(nd_segment_create(2, 7, &tuning, nullptr, &fd), 0, "create");
+  const auto run = [&](int rank) {
+    const NdOptions options{kSecond / 5, 20000};
+    NdGroup* group = nullptr;
+    int code = nd_group_open(fd, rank, 2, 7, &options, &group);
+    if (code == 0) code = nd_group_connect(group);
+    float x = 1;
+    for (int n = 0; code == 0; ++n) {
+      if (rank == 1 && n == 1000) raise(SIGSTOP);
+      code = nd_all_reduce(group, &x, &x, 1, ND_F32, ND_SUM);
+    }
+    return code == -ETIMEDOUT ? 0 : 1;
+  };
+  pid_t pids[2];
+  for (int rank = 0; rank < 2; ++rank) {
+    pids[rank] = fork();
+    if (pids[rank] == 0) _exit(run(rank));
+  }
+  int status = 0;
+  CHECK_EQ(waitpid(pids[0], &status, 0), pids[0], "rank 0");
+  CHECK_EQ(status, 0, "rank 0 must time out");
+  kill(pids[1], SIGCONT);
+  CHECK_EQ(waitpid(pids[1], &status, 0), pids[1], "rank 1");
+  CHECK_EQ(status, 0, "rank 1 must learn that it was too late");
   close(fd);
 }
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  const unsigned num_kills = argc > 1 ? static_cast<unsigned>(atoi(argv[1])) : 30;
   for (int world = 2; world <= 3; ++world) {
     for (int a = 0; a <= 12; ++a)
       for (int b = 0; b <= 12; ++b)
@@ -199,7 +296,8 @@ int main() {
   abort_ends_a_running_call();
   fork_cannot_use_the_group();
   only_a_sealed_segment_of_this_group_is_opened();
-  for (unsigned seed = 0; seed < 10; ++seed) killed_process_is_lost(seed);
+  stopped_process_is_late();
+  for (unsigned seed = 0; seed < num_kills; ++seed) killed_process_is_lost(seed);
   printf("ok\n");
   return 0;
 }

@@ -63,4 +63,5 @@ def test_random_messages_and_background_calls_arrive_whole(build):
 
 
 def test_faults_are_errors_on_every_rank(build):
-    assert "ok" in run(build("test_faults"))
+    num_kills = 200
+    assert "ok" in run(build("test_faults"), num_kills)
