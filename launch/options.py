@@ -211,7 +211,11 @@ def _check_rendezvous(values: dict[str, Any]) -> None:
     host, _, port = (values["rdzv_endpoint"] or "").partition(":")
     values["master_addr"] = values["master_addr"] or host or None
     values["master_port"] = values["master_port"] or port or None
-    if _integer("--nnodes", values["nnodes"], 1) > 1:
+    num_machines = _integer("--nnodes", values["nnodes"], 1)
+    if _integer("--node-rank", values["node_rank"], 0) >= num_machines:
+        known = f"0-{num_machines - 1}" if num_machines > 1 else "0"
+        raise UsageError(f"--node-rank {values['node_rank']} is not one of {known} (--nnodes {num_machines})")
+    if num_machines > 1:
         if values["master_addr"] is None:
             raise UsageError("--nnodes > 1 needs --master-addr, the same on all machines")
         values["master_port"] = values["master_port"] or "29500"

@@ -1,0 +1,89 @@
+"""Several machines: two numaruns in network namespaces of their own, joined by a virtual cable."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from numarun_process import NUMARUN
+
+pytestmark = [
+    pytest.mark.mp,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and ip"
+    ),
+]
+
+LIMIT_S = 100
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+
+SCRIPT = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.tensor([float(2 ** dist.get_rank())])
+dist.all_reduce(x)
+names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "WORLD_SIZE")
+print("seen", x.item(), *(os.environ[name] for name in names), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def machines():
+    """Names of two network namespaces that reach each other at ADDRESSES over a device named `wire`."""
+    names = [f"numarun-{os.getpid()}-{i}" for i in (0, 1)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", names[0], "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
+            ip("-n", name, "link", "set", "wire", "up")
+        yield names
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def start(machine: str, node_rank: int, script: Path, *options: str) -> subprocess.Popen:
+    shared = ["--quiet", "--nproc-per-node", "2", "--nnodes", "2", "--master-addr", ADDRESSES[0], *options]
+    command = ["ip", "netns", "exec", machine, *NUMARUN, *shared, "--node-rank", str(node_rank), str(script)]
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "wire"}
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_two_machines_make_one_job(tmp_path, machines):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    jobs = [start(machine, node, script, "--master-port", "29513") for node, machine in enumerate(machines)]
+    outputs = [job.communicate(timeout=LIMIT_S) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], outputs
+    for node, (stdout, _) in enumerate(outputs):
+        ranks = sorted(re.findall(r"^\[r(\d)\] seen (.*)$", stdout, re.M))
+        assert ranks == [(str(2 * node + i), f"15.0 {2 * node + i} {i} 2 {node} 2 4") for i in (0, 1)]
+
+
+def test_several_machines_need_the_address_of_the_first():
+    command = [*NUMARUN, "--nnodes", "2", "x.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    wanted = "numarun: error: --nnodes > 1 needs --master-addr, the same on all machines\n"
+    assert (done.returncode, done.stderr) == (2, wanted)
+
+
+def test_node_rank_must_be_one_of_the_machines():
+    command = [*NUMARUN, "--nnodes", "2", "--node-rank", "2", "--master-addr", "h", "x.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "numarun: error: --node-rank 2 is not one of 0-1 (--nnodes 2)\n",
+    )
