@@ -49,7 +49,7 @@ def _main(argv: Sequence[str]) -> int:
         return _check(machine, options)
     if not options.dry_run and not options.command:
         raise UsageError("no script given (numarun [options] script.py [args]; see --help)")
-    argv = [] if options.dry_run else _command(options)
+    command = [] if options.dry_run else _command(options)
     plan = place(machine, options.request)
     plan = replace(plan, warnings=(*plan.warnings, *preflight_warnings(machine, plan, os.environ, root)))
     if options.dry_run and options.json:
@@ -64,7 +64,7 @@ def _main(argv: Sequence[str]) -> int:
     else:
         _show_plan(machine, plan, options, say)
     # Only this option needs the caches, whose many files take longer to read than all the rest.
-    return _run(options, plan, argv, _thread_order(machine) if options.omp_bind == "cores" else ())
+    return _run(options, plan, command, _thread_order(machine) if options.omp_bind == "cores" else ())
 
 
 def _thread_order(machine: Machine) -> tuple[int, ...]:
@@ -93,7 +93,12 @@ def _with_environment(options: Options) -> Options:
     inherited = os.environ.get("OMP_NUM_THREADS", "")
     if request.omp_threads is None and not options.omp_auto and inherited.isdecimal() and int(inherited):
         request = replace(request, omp_threads=int(inherited))
-    return replace(options, request=request, sysfs=root)
+    env = options.env
+    if options.preload:
+        from numadist.launch.preload import find_library, preload_variable  # late: few runs need it
+
+        env = (("LD_PRELOAD", preload_variable(find_library(options.preload, os.environ), os.environ)), *env)
+    return replace(options, request=request, sysfs=root, env=env)
 
 
 def _show_plan(machine: Machine, plan: Plan, options: Options, show: Callable[[str], None]) -> None:
@@ -114,7 +119,7 @@ def _show_plan(machine: Machine, plan: Plan, options: Options, show: Callable[[s
         warn(text)
 
 
-def _run(options: Options, plan: Plan, argv: list[str], thread_order: tuple[int, ...]) -> int:
+def _run(options: Options, plan: Plan, command: list[str], thread_order: tuple[int, ...]) -> int:
     _open_standard_streams()
     # Other machines' launchers serve no store: machine 0 does, and must be reachable from them.
     sock = None
@@ -122,17 +127,26 @@ def _run(options: Options, plan: Plan, argv: list[str], thread_order: tuple[int,
         sock = store.listen(options.master_addr, options.master_port, any_interface=options.nnodes > 1)
     port = sock.getsockname()[1] if sock else options.master_port
     if options.log_dir:
-        os.makedirs(options.log_dir, exist_ok=True)
+        _make_folder("--log-dir", options.log_dir)
     job_id = os.urandom(8).hex()
     error_dir = f"{os.environ.get('TMPDIR', '/tmp')}/numarun_{job_id}"
-    os.mkdir(error_dir, mode=0o700)
+    _make_folder("TMPDIR", error_dir)
     try:
         job = Job(job_id, options.master_addr, port or 0, error_dir, thread_order)
-        return Supervisor(options, plan, job, sock).run(argv, dict(os.environ))
+        return Supervisor(options, plan, job, sock).run(command, dict(os.environ))
     finally:
         for name in os.listdir(error_dir):
             os.unlink(f"{error_dir}/{name}")
         os.rmdir(error_dir)
+
+
+def _make_folder(asked_by: str, path: str) -> None:
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{asked_by}: cannot make {path!r}: {error.strerror}", EXIT_LAUNCHER_FAILED
+        ) from None
 
 
 def _open_standard_streams() -> None:
@@ -162,7 +176,8 @@ def _command(options: Options) -> list[str]:
     try:
         os.close(os.open(name, os.O_RDONLY))
     except OSError as error:
-        raise UsageError(f"cannot open {name!r}: {error.strerror}", EXIT_NOT_FOUND) from None
+        code = EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_CANNOT_EXECUTE
+        raise UsageError(f"cannot open {name!r}: {error.strerror}", code) from None
     return [*python, name, *arguments]
 
 

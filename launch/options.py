@@ -49,6 +49,7 @@ class Options:
     env: tuple[tuple[str, str], ...] = ()
     omp_auto: bool = False  # `--omp-threads auto` wins over OMP_NUM_THREADS in the environment
     omp_bind: str = "none"
+    preload: str | None = None
     backend: str | None = None
     nnodes: int = 1
     node_rank: int = 0
@@ -101,6 +102,7 @@ def _parser() -> _Parser:
     p.option(
         "--omp-bind", choices=("none", "cores"), default="none", help="cores: pin OpenMP threads, one a core"
     )
+    p.option("--preload", metavar="NAME", help="tcmalloc, jemalloc, iomp5 or a path: LD_PRELOAD of the ranks")
     p.option("--env", metavar="K=V", action="append", default=[], help="set a variable for all ranks")
     p.option(
         "--backend", choices=("numa",), help="numa: scripts that ask for gloo, or for none, get our backend"
@@ -162,7 +164,10 @@ def parse(argv: Sequence[str]) -> Options:
             name: values[name]
             for name in ("module", "no_python", "dry_run", "topology", "check", "json", "sysfs")
         },
-        **{name: values[name] for name in ("backend", "omp_bind", "prefix", "log_dir", "quiet", "verbose")},
+        **{
+            name: values[name]
+            for name in ("preload", "backend", "omp_bind", "prefix", "log_dir", "quiet", "verbose")
+        },
         allowed_cpus=_number_list("--allowed-cpus", values["allowed_cpus"]),
         allowed_mems=_number_list("--allowed-mems", values["allowed_mems"]),
         omp_auto=values["omp_threads"] == "auto",

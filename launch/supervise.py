@@ -44,6 +44,8 @@ class Rank:
             os.killpg(self.pid, number)
         except ProcessLookupError:  # it has not reached its setsid yet
             os.kill(self.pid, number)
+        except PermissionError:  # it became another user; the death signal is all that reaches it
+            pass
 
     def poll(self) -> bool:
         """True when the rank has just ended. It stays a zombie until reap(), so its ids cannot be reused."""
@@ -124,6 +126,8 @@ class Supervisor:
             # A signal our parent ignores (nohup, a background job) stays ignored, for the ranks too.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda *_: None)
+        if signal.SIGINT not in self.options.signals:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # not Python's KeyboardInterrupt
 
     def _start(self, argv: Sequence[str], environ: dict[str, str]) -> None:
         self.ranks, self.started_s = [], time.monotonic()
@@ -233,10 +237,11 @@ class Supervisor:
                 self._on_signal(signal.Signals(number))
 
     def _on_child(self) -> None:
-        for rank in self.ranks:
-            if rank.poll() and rank.status != 0 and self.failure is None and self.stop_signal is None:
-                self.failure = self._describe(rank)
-                self._stop(signal.SIGTERM)
+        failed = [rank for rank in self.ranks if rank.poll() and rank.status]
+        if failed and self.failure is None and self.stop_signal is None:
+            # Of several found at once, one killed by a signal is the cause and the others noticed it.
+            self.failure = self._describe(min(failed, key=lambda rank: (rank.status or 0) > 0))
+            self._stop(signal.SIGTERM)
         if self.store_pid is not None and os.waitpid(self.store_pid, os.WNOHANG)[0]:
             self.store_pid = None
             raise SpawnError(

@@ -2,12 +2,13 @@
 
 import errno
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from numadist import _syscalls
 from numadist.errors import BindError
-from numadist.topology.cpuset import format_list
+from numadist.topology.cpuset import format_list, parse_list
 
 POLICIES = ("bind", "preferred", "local", "interleave", "none")
 
@@ -33,6 +34,22 @@ def current_binding() -> Binding:
     except OSError:
         return Binding(cpus, None, ())
     return Binding(cpus, _syscalls.POLICY_NAMES.get(mode, str(mode)), nodes)
+
+
+def warn_if_narrowed(started_on: str) -> None:
+    """Warn when this process no longer has all CPUs numarun started it on (NUMADIST_CPUS, a kernel list).
+
+    Call once torch is loaded: libgomp applies OMP_PLACES and GOMP_CPU_AFFINITY to the main thread then.
+    """
+    now = os.sched_getaffinity(0)
+    if not now < set(parse_list(started_on)):
+        return
+    warnings.warn(
+        f"this rank was started on CPUs {started_on} and now has only {format_list(now)}, and so has all it starts: "
+        "OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY acted when torch was loaded; unset them",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def bind_cpus(cpus: Iterable[int]) -> None:

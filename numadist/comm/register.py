@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from numadist.binding import warn_if_narrowed
 from numadist.config import config
 from numadist.log import get_logger
 
@@ -25,6 +26,8 @@ def autoload() -> None:
         return
     # torch iterates over `devices`, so a plain string would be taken letter by letter.
     dist.Backend.register_backend(BACKEND, create_process_group, extended_api=True, devices=["cpu"])
+    if config().cpus:
+        warn_if_narrowed(config().cpus)
     if config().backend == BACKEND:
         stand_in_for_gloo()
 

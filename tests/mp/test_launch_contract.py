@@ -12,6 +12,7 @@ import pytest
 from numarun_process import LIMIT_S, NUMARUN, run
 
 from numadist.binding import current_binding
+from numadist.topology.cpuset import format_list
 
 pytestmark = pytest.mark.mp
 
@@ -71,6 +72,7 @@ def test_environment_is_torchruns(tmp_path):
 
 BINDING = """
 from numadist.binding import current_binding
+from numadist.topology.cpuset import format_list
 b = current_binding()
 maps = {line.split()[1] for line in open("/proc/self/numa_maps")}
 print(json.dumps({"cpus": b.cpus, "policy": b.policy, "nodes": b.mem_nodes, "maps": sorted(maps)}))
@@ -200,6 +202,32 @@ def test_env_option_reaches_the_ranks(tmp_path):
     assert seen == {0: ["b=c", "9"], 1: ["b=c", "9"]}
 
 
+def test_preload_puts_a_library_into_every_rank(tmp_path):
+    library = next(
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libm.so" in line
+    )
+    path = script(tmp_path, "print(json.dumps(os.environ['LD_PRELOAD']))")
+    seen = by_rank(run(path, *TWO, "--preload", library))
+    assert seen == {0: library, 1: library}
+
+
+def test_preload_of_what_is_not_there_is_told(tmp_path):
+    done = run(script(tmp_path, ""), *TWO, "--preload", "tcmaloc")
+    wanted = "numarun: error: --preload tcmaloc: no such file; short names are tcmalloc, jemalloc, iomp5\n"
+    assert (done.returncode, done.stderr) == (2, wanted)
+
+
+@two_cores
+def test_a_rank_that_importing_torch_narrowed_says_so(tmp_path):
+    """The GOMP trap: places a thread each leave the main thread, and all it starts, one CPU."""
+    environ = clean_environment(OMP_PROC_BIND="close", OMP_PLACES=",".join(f"{{{cpu}}}" for cpu in CPUS))
+    path = script(tmp_path, "import torch; print(len(os.sched_getaffinity(0)))")
+    done = run(path, "--quiet", "--nproc-per-node", "1", env=environ)
+    assert done.stdout == "1\n"
+    assert f"this rank was started on CPUs {format_list(CPUS)} and now has only {CPUS[0]}" in done.stderr
+    assert "in the environment: after import torch each rank may see one CPU; unset it" in done.stderr
+
+
 def test_a_taken_port_is_told_before_anything_starts(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -249,3 +277,10 @@ def test_a_store_that_cannot_start_ends_the_run_with_125(tmp_path):
     assert done.returncode == 125, done.stderr
     assert "ImportError: no torch here" in done.stderr
     assert "numarun: error: the rendezvous store ended (its error stands above)" in done.stderr
+
+
+def test_a_log_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run(script(tmp_path, ""), *TWO, "--log-dir", str(tmp_path / "file" / "logs"))
+    wanted = f"numarun: error: --log-dir: cannot make '{tmp_path}/file/logs': Not a directory\n"
+    assert (done.returncode, done.stderr) == (125, wanted)
