@@ -5,11 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
 import pytest
-from numarun_process import LIMIT_S, NUMARUN, run
+from numarun_process import LIMIT_S, NUMARUN, run, start
 
 from numadist.binding import current_binding
 from numadist.topology.cpuset import format_list
@@ -284,3 +285,40 @@ def test_a_log_folder_that_cannot_be_made_is_told(tmp_path):
     done = run(script(tmp_path, ""), *TWO, "--log-dir", str(tmp_path / "file" / "logs"))
     wanted = f"numarun: error: --log-dir: cannot make '{tmp_path}/file/logs': Not a directory\n"
     assert (done.returncode, done.stderr) == (125, wanted)
+
+
+def test_two_jobs_at_once_have_ports_of_their_own(tmp_path):
+    """Both jobs run until their stdin ends, which is after both have told their port."""
+    path = script(tmp_path, "print(json.dumps(os.environ['MASTER_PORT']), flush=True); sys.stdin.read()")
+    jobs = [start(path, "--quiet", "--nproc-per-node", "1", stdin=subprocess.PIPE) for _ in range(2)]
+    ports = [json.loads(job.stdout.readline()) for job in jobs]
+    for job in jobs:
+        job.communicate(timeout=LIMIT_S)
+    assert [job.returncode for job in jobs] == [0, 0]
+    assert ports[0] != ports[1]
+
+
+def test_nothing_but_the_kernel_is_needed_to_bind(tmp_path):
+    """No numactl, no lscpu: an empty PATH changes nothing."""
+    environ = {**os.environ, "PATH": str(tmp_path)}
+    seen = by_rank(run(script(tmp_path, BINDING), *TWO, env=environ))
+    assert {rank["policy"] for rank in seen.values()} == {"bind"}
+
+
+FAKE_SYSFS = Path(__file__).resolve().parents[2].parent / "shared" / "tools" / "with_fake_sysfs.sh"
+DUMP = FAKE_SYSFS.parent.parent / "topologies" / "32intel64-2p8co2t+8ve" / "fsroot.tar.gz"
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not FAKE_SYSFS.exists(), reason="needs root and ../shared/tools")
+def test_a_whole_run_on_a_recorded_machine_stays_inside_the_live_affinity(tmp_path):
+    """/sys shows 32 CPUs, this process may use its own few: the plan is their intersection."""
+    with tarfile.open(DUMP) as tar:
+        tar.extractall(tmp_path, filter="data")
+    command = ["bash", str(FAKE_SYSFS), str(tmp_path / "fsroot"), *NUMARUN, "--dry-run", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    if "permission denied" in done.stderr.lower():
+        pytest.skip(f"mount is refused here: {done.stderr.strip()}")
+    plan = json.loads(done.stdout)
+    assert len(plan["machine"]["packages"]) >= 1
+    assert plan["machine"]["online_cpus"] == "0-31"
+    assert sorted(cpu for r in plan["ranks"] for cpu in r["cpus"]) == [cpu for cpu in CPUS if cpu < 16]

@@ -231,3 +231,36 @@ def test_explicit_cpus_are_taken_literally_and_memory_follows_them(dry_run):
     plan = dry_run("--cpus", "0,4|1-2", **machine)
     assert where(plan) == [([0], [0, 4], [0]), ([0, 1], [1, 2], [0, 1])]
     assert [r["threads"] for r in plan["ranks"]] == [1, 2], "threads are cores, not CPUs"
+
+
+def test_a_container_with_half_the_cpus_and_one_memory_node_is_planned_inside_them(dry_run):
+    """docker --cpuset-cpus=40-79 --cpuset-mems=1: nothing outside is tried, nothing is lost inside."""
+    machine = {
+        "cores": single_threads(80),
+        "packages": [range(40), range(40, 80)],
+        "nodes": {0: range(40), 1: range(40, 80)},
+    }
+    plan = dry_run("--allowed-cpus", "40-79", "--allowed-mems", "1", **machine)
+    assert where(plan) == [([1], list(range(40, 80)), [1])]
+    assert (plan["ranks"][0]["mem_policy"], plan["warnings"]) == ("bind", [])
+
+
+TWO_NODES = {"cores": single_threads(4), "packages": [range(4)], "nodes": {0: (0, 1), 1: (2, 3)}}
+
+
+def refused(capsys, root, *options: str) -> str:
+    assert main(["--dry-run", "--json", "--sysfs", str(root), *options]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_cpuset_without_a_usable_cpu_is_an_error_with_both_sets(tmp_path, capsys):
+    root = write_machine(tmp_path, **TWO_NODES)
+    wanted = "numarun: error: no usable CPU: online 0-3, allowed 9 (cpuset or affinity of this process)\n"
+    assert refused(capsys, root, "--allowed-cpus", "9") == wanted
+
+
+def test_a_cpuset_without_a_usable_memory_node_is_an_error_unless_memory_is_left_alone(tmp_path, capsys):
+    root = write_machine(tmp_path, **TWO_NODES)
+    wanted = "numarun: error: rank 0: no memory node is usable; allowed memory nodes are 9; use --mem none\n"
+    assert refused(capsys, root, "--allowed-mems", "9") == wanted
+    assert main(["--dry-run", "--json", "--sysfs", str(root), "--allowed-mems", "9", "--mem", "none"]) == 0
