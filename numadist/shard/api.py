@@ -88,7 +88,7 @@ def shard(
     constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
     sharded = ShardedModel(gm, schema, rank, constants)
     if compile:
-        sharded.compile_local()
+        sharded.compile_local(options={"freezing": True})
     log.info("sharded %s over %d ranks: %d blocks", type(model).__name__, num_ranks, len(schema.blocks))
     return sharded
 

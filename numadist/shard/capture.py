@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from numadist.errors import ShardError
 from numadist.shard import graph
 from numadist.shard.graph import aten
+from numadist.shard.simplify import simplify
 
 _CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default}
 
@@ -37,6 +38,7 @@ def capture(
     gm = program.module()
     gm.meta["tied_names"] = _tied_names(model)
     _drop_noise(gm)
+    simplify(gm)
     return gm
 
 

@@ -346,6 +346,24 @@ def product(a: Node, b: Node, want: Shard, ndim: int) -> Demands:
     return {source: Shard(dims) for source, dims in ((a, left), (b, right)) if dims}
 
 
+@rule(aten.repeat_interleave.self_int)
+def repeat_interleave(node: Node, want: Shard, ctx: Context) -> Demands:
+    source, repeats, *rest = node.args
+    repeats = int(repeats)
+    dim = (rest or [node.kwargs.get("dim")])[0]
+    if dim is None:
+        raise CannotShard("a repeat that flattens its input")
+    dims = dict(want.dims)
+    dim = positive(dim, len(shape(node)))
+    if dim in dims:
+        size = shape(source)[dim]
+        pair = regroup({0: dims.pop(dim)}, [size * repeats], [size, repeats], ctx.num_ranks, ctx.inside_ok)
+        if any(cut != ((0, repeats),) for cut in pair[1].cuts):
+            raise CannotShard(f"a cut would fall inside a group of {repeats} repeated indices")
+        dims[dim] = pair[0]
+    return {source: Shard.of(dims, shape(source))}
+
+
 @rule(aten.baddbmm.default)
 def baddbmm(node: Node, want: Shard, ctx: Context) -> Demands:
     added, a, b = node.args

@@ -175,3 +175,13 @@ def test_every_package_folder_is_in_pyproject():
         ".".join(p.parent.relative_to(ROOT).parts) for p in (ROOT / "numadist").rglob("__init__.py")
     }
     assert listed == found, f"pyproject lists {sorted(listed)}, folders are {sorted(found)}"
+
+
+def test_test_modules_have_names_of_their_own():
+    """pytest imports them by name, so two of one name cannot be collected in one run."""
+    names: dict[str, list[str]] = {}
+    for path in (ROOT / "tests").rglob("*.py"):
+        if path.name != "conftest.py" and "checks" not in path.parts:
+            names.setdefault(path.name, []).append(relative(path))
+    twice = [paths for paths in names.values() if len(paths) > 1]
+    assert not twice, f"rename one of each: {twice}"

@@ -65,6 +65,28 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(b, s, c))
 
 
+class RepeatedKV(Attention):
+    """Grouped KV heads spelled with repeat_interleave."""
+
+    def __init__(self, width=48, heads=6, kv_heads=3):
+        super().__init__(width, heads)
+        self.kv_heads = kv_heads
+        self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * width // heads)
+
+    def forward(self, x):
+        b, s, c = x.shape
+        size, kv = c // self.heads, self.kv_heads * c // self.heads
+        q, k, v = self.qkv(x).split([c, kv, kv], dim=-1)
+        q = q.view(b, s, self.heads, size).transpose(1, 2)
+        repeats = self.heads // self.kv_heads
+        k, v = (
+            t.view(b, s, self.kv_heads, size).transpose(1, 2).repeat_interleave(repeats, dim=1)
+            for t in (k, v)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, s, c))
+
+
 class Residual(nn.Module):
     def __init__(self, inner, width=48):
         super().__init__()
@@ -114,8 +136,18 @@ def seed():
         (lambda: Attention(layout="interleaved"), "attention"),
         (lambda: Attention(layout="stacked"), "attention"),
         (lambda: Attention(spelled_out=True), "attention"),
+        (lambda: RepeatedKV(kv_heads=6), "attention"),
     ],
-    ids=["mlp", "no-bias", "gated", "fused-qkv", "interleaved-qkv", "stacked-qkv", "spelled-out"],
+    ids=[
+        "mlp",
+        "no-bias",
+        "gated",
+        "fused-qkv",
+        "interleaved-qkv",
+        "stacked-qkv",
+        "spelled-out",
+        "repeated-kv",
+    ],
 )
 def test_block_is_sharded_and_right(make, kind, num_ranks):
     model = Residual(make())
@@ -126,6 +158,12 @@ def test_block_is_sharded_and_right(make, kind, num_ranks):
     assert [b.kind for b in schema.blocks] == [kind]
     assert not schema.left_alone
     assert local_fraction(graphs, model) < 1 / num_ranks + 0.15
+
+
+def test_kv_heads_spelled_with_repeat_interleave_are_cut_on_whole_groups():
+    schema, _ = check_equal(Residual(RepeatedKV(heads=6, kv_heads=3)), torch.randn(2, 5, 48), 2)
+    (block,) = schema.blocks
+    assert block.units[-1] == 16, "two query heads of 8 a group"
 
 
 def test_a_block_needs_one_all_reduce_and_two_partial_sums_share_one():
