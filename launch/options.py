@@ -66,24 +66,43 @@ class Options:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with our errors and a record of which options take a value."""
+    """argparse in titled groups, with our errors and a record of which options take a value."""
 
     def __init__(self) -> None:
-        super().__init__(prog="numarun", usage=USAGE, allow_abbrev=False, description=__doc__)
+        super().__init__(
+            prog="numarun",
+            usage=USAGE,
+            allow_abbrev=False,
+            description="Start one rank per NUMA node, its CPUs pinned and its memory bound. "
+            "What follows the script is the script's own.",
+        )
         self.takes_value: dict[str, bool] = {}
+        self._group: argparse._ArgumentGroup | _Parser = self
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see numarun --help")
+
+    def section(self, title: str) -> None:
+        """Options that follow stand below this title in --help."""
+        self._group = self.add_argument_group(title)
 
     def option(self, *names: str, help: str, flag: bool = False, **kwargs: Any) -> None:
         kwargs.setdefault("action", "store_true" if flag else "store")
         self.takes_value.update(dict.fromkeys(names, not flag))
         # argparse reads % in a help text as a format.
-        self.add_argument(*names, help=help.replace("%", "%%"), **kwargs)
+        self._group.add_argument(*names, help=help.replace("%", "%%"), **kwargs)
 
 
 def _parser() -> _Parser:
     p = _Parser()
+    _placement_options(p)
+    _run_options(p)
+    _report_options(p)
+    return p
+
+
+def _placement_options(p: _Parser) -> None:
+    p.section("ranks")
     p.option("--nproc-per-numa", metavar="K", help="ranks per NUMA node (default 1)")
     p.option("--nproc-per-socket", metavar="K", help="ranks per socket")
     p.option("--nproc-per-node", metavar="N", help="ranks on this machine, spread evenly (torchrun's sense)")
@@ -96,17 +115,26 @@ def _parser() -> _Parser:
     p.option(
         "--cores", choices=("all", "perf"), default="all", help="perf: only the fastest cores of a hybrid CPU"
     )
+    p.section("memory")
     p.option("--mem", choices=POLICIES, default="bind", help="memory policy of each rank (default bind)")
     p.option("--strict", flag=True, help="a refused or narrowed binding ends the run with exit code 125")
+    p.section("threads")
     p.option("--omp-threads", metavar="auto|N", help="OMP_NUM_THREADS of each rank (auto: its cores)")
     p.option(
         "--omp-bind", choices=("none", "cores"), default="none", help="cores: pin OpenMP threads, one a core"
     )
-    p.option("--preload", metavar="NAME", help="tcmalloc, jemalloc, iomp5 or a path: LD_PRELOAD of the ranks")
+
+
+def _run_options(p: _Parser) -> None:
+    p.section("script")
+    p.option("-m", "--module", flag=True, help="the script is a module name, as python -m")
+    p.option("--no-python", flag=True, help="the script is a program of its own")
     p.option("--env", metavar="K=V", action="append", default=[], help="set a variable for all ranks")
+    p.option("--preload", metavar="NAME", help="tcmalloc, jemalloc, iomp5 or a path: LD_PRELOAD of the ranks")
     p.option(
         "--backend", choices=("numa",), help="numa: scripts that ask for gloo, or for none, get our backend"
     )
+    p.section("several machines")
     p.option("--nnodes", metavar="N", default="1", help="number of machines (default 1)")
     p.option("--node-rank", metavar="R", default="0", help="number of this machine")
     p.option("--master-addr", metavar="HOST", help="machine 0 (default 127.0.0.1)")
@@ -116,16 +144,22 @@ def _parser() -> _Parser:
     p.option("--rdzv-endpoint", metavar="HOST:PORT", help="as --master-addr and --master-port")
     p.option("--rdzv-id", metavar="ID", help="accepted for torchrun users; no effect")
     p.option("--rdzv-conf", metavar="CONF", help="accepted for torchrun users; no effect")
+    p.section("stopping")
     p.option("--max-restarts", metavar="N", default="0", help="restart all ranks after a failure (default 0)")
-    p.option("--prefix", choices=("auto", "always", "never"), default="auto", help="[r0] before each line")
-    p.option("--ranks", "--local-ranks-filter", metavar="LIST", help="show only these ranks' output")
-    p.option("--log-dir", metavar="DIR", help="also write r0.out, r0.err, ... there")
-    p.option("--quiet", flag=True, help="no placement lines before the run")
-    p.option("--verbose", flag=True, help="also show the machine and each rank's environment")
     p.option("--grace", metavar="S", default="5", help="seconds between SIGTERM and SIGKILL (default 5)")
     p.option(
         "--signals", metavar="LIST", default=DEFAULT_SIGNALS, help=f"forwarded (default {DEFAULT_SIGNALS})"
     )
+
+
+def _report_options(p: _Parser) -> None:
+    p.section("output")
+    p.option("--prefix", choices=("auto", "always", "never"), default="auto", help="[r0] before each line")
+    p.option("--ranks", "--local-ranks-filter", metavar="LIST", help="show only these ranks' output")
+    p.option("--log-dir", metavar="DIR", help="also write r0.out, r0.err, ... there")
+    p.option("--quiet", flag=True, help="no placement lines before the run")
+    p.option("--verbose", flag=True, help="also show the machine before the run")
+    p.section("instead of a run")
     p.option("--dry-run", flag=True, help="show the placement and end")
     p.option("--topology", flag=True, help="show the machine and end")
     p.option(
@@ -135,9 +169,6 @@ def _parser() -> _Parser:
     p.option("--sysfs", metavar="ROOT", help="with --dry-run or --topology: read a recorded machine")
     p.option("--allowed-cpus", metavar="LIST", help="with --sysfs: CPUs to assume allowed")
     p.option("--allowed-mems", metavar="LIST", help="with --sysfs: memory nodes to assume allowed")
-    p.option("-m", "--module", flag=True, help="the script is a module name, as python -m")
-    p.option("--no-python", flag=True, help="the script is a program of its own")
-    return p
 
 
 def parse(argv: Sequence[str]) -> Options:
