@@ -378,6 +378,8 @@ def attention(node: Node, want: Shard, ctx: Context) -> Demands:
     ndim = len(shape(node))
     if any(d >= ndim - 2 for d in want.dims):
         raise CannotShard("attention can be sharded over heads, not inside one")
+    if (rest[1] if len(rest) > 1 else node.kwargs.get("dropout_p", 0.0)) > 0:
+        raise CannotShard("dropout inside attention draws other numbers on a shard")
     demands: Demands = {q: want}
     heads, kv_heads = shape(q)[ndim - 3], shape(k)[ndim - 3]
     kv = dict(want.dims)

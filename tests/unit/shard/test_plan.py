@@ -243,6 +243,20 @@ def test_dropout_in_training_mode_is_not_sharded():
     assert "dropout" in schema.left_alone[-1].reason
 
 
+class DroppingAttention(Attention):
+    def forward(self, x):
+        b, s, c = x.shape
+        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x).split(c, dim=2))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        return self.out(y.transpose(1, 2).reshape(b, s, c))
+
+
+def test_dropout_inside_attention_is_not_sharded():
+    schema, _, _ = shard_all(Residual(DroppingAttention()), torch.randn(2, 5, 48), 2)
+    assert not schema.blocks
+    assert "dropout inside attention" in schema.left_alone[-1].reason
+
+
 def test_more_ranks_than_heads_says_which_counts_work():
     model = Residual(Attention(heads=3))
     schema, _ = check_equal(model, torch.randn(2, 5, 48), 4)
