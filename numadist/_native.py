@@ -13,7 +13,7 @@ from pathlib import Path
 
 from numadist.errors import NativeError
 
-ABI_VERSION = 3  # ND_ABI_VERSION
+ABI_VERSION = 4  # ND_ABI_VERSION
 MAX_WORLD = 512  # ND_MAX_WORLD
 NODE_WORDS = 16  # ND_NODE_WORDS
 
@@ -65,6 +65,8 @@ class Coll(enum.IntEnum):
     CONNECT = 10
     SEND = 11
     RECV = 12
+    ALL_REDUCE_FUSED = 13
+    ALL_REDUCE_SHARED = 14
 
 
 class _Tuning(ctypes.Structure):
@@ -73,6 +75,28 @@ class _Tuning(ctypes.Structure):
 
 class _Options(ctypes.Structure):
     _fields_ = [("timeout_ns", c_uint64), ("spin_ns", c_uint64)]
+
+
+class Norm(enum.IntEnum):
+    """NdNorm."""
+
+    NONE = 0
+    RMS = 1
+    LAYER = 2
+
+
+class Epilogue(ctypes.Structure):
+    """NdEpilogue: what follows the sum in nd_all_reduce_fused."""
+
+    _fields_ = [
+        ("cols", c_size_t),
+        ("bias", c_void_p),
+        ("residual", c_void_p),
+        ("weight", c_void_p),
+        ("norm_bias", c_void_p),
+        ("norm", c_int32),
+        ("eps", ctypes.c_float),
+    ]
 
 
 class Call(ctypes.Structure):
@@ -140,6 +164,8 @@ _GROUP_FUNCTIONS: dict[str, list] = {
     "nd_group_report": [POINTER(Report)],
     "nd_group_peers": [POINTER(ctypes.c_int8)],
     "nd_group_stats": [c_int, POINTER(Stats)],
+    "nd_all_reduce_fused": [_PTR, _PTR, c_size_t, c_int, POINTER(Epilogue)],
+    "nd_all_reduce_shared": [_PTRS, c_size_t, c_int, c_int, c_int32],
     "nd_run": [POINTER(Arguments)],
     "nd_task_start": [POINTER(Arguments), POINTER(c_void_p)],
     "nd_task_wait": [c_void_p, c_uint64, POINTER(c_int)],
@@ -169,6 +195,8 @@ _OTHER_FUNCTIONS: dict[str, list] = {
     "nd_advise_huge": [_PTR, c_size_t],
     "nd_touch": [_PTR, c_size_t],
     "nd_page_nodes": [_PTR, c_size_t, POINTER(c_int32)],
+    "nd_region_create": [c_int, c_size_t, POINTER(c_uint64), POINTER(c_int)],
+    "nd_region_map": [c_int, c_size_t, _PTRS],
     "nd_message_source": [c_void_p, POINTER(c_uint64)],
     "nd_reduce_local": [c_int, _PTR, _PTRS, c_int, c_size_t, c_int, c_int],
     "nd_segment_create": [c_int, c_uint64, POINTER(_Tuning), POINTER(c_uint64), POINTER(c_int)],
@@ -298,12 +326,32 @@ def reduce_local(isa: str, dst: int, srcs: Sequence[int], count: int, dtype: Dty
 # ---- groups ----------------------------------------------------------------------------------------------
 
 
+def _node_masks(nodes: Sequence[Iterable[int]] | None) -> ctypes.Array | None:
+    if nodes is None:
+        return None
+    return (c_uint64 * (len(nodes) * NODE_WORDS))(*(word for rank in nodes for word in node_set(rank)))
+
+
+def create_region(world: int, stride: int, nodes: Sequence[Iterable[int]] | None) -> int:
+    """fd of a sealed memfd of `stride` bytes a rank, each on its nodes. Raises: OSError with the errno."""
+    fd = c_int(-1)
+    code = lib.nd_region_create(world, stride, _node_masks(nodes), byref(fd))
+    if code < 0:
+        raise OSError(-code, os.strerror(-code))
+    return fd.value
+
+
+def map_region(fd: int, num_bytes: int) -> int:
+    """Address of a mapped region. Raises: NativeError (EPROTO: not a region of this size)."""
+    address = c_void_p()
+    check(lib.nd_region_map(fd, num_bytes, byref(address)), f"map a shared region of {num_bytes} bytes")
+    return address.value or 0
+
+
 def create_segment(world: int, nonce: int, one_shot_bytes: int, nodes: Sequence[Iterable[int]] | None) -> int:
     """fd of a sealed memfd for `world` ranks, part r bound to nodes[r]. Raises: OSError with the errno."""
     fd = c_int(-1)
-    masks = None
-    if nodes is not None:
-        masks = (c_uint64 * (world * NODE_WORDS))(*(word for rank in nodes for word in node_set(rank)))
+    masks = _node_masks(nodes)
     code = lib.nd_segment_create(world, nonce, byref(_Tuning(one_shot_bytes)), masks, byref(fd))
     if code < 0:
         raise OSError(-code, os.strerror(-code))
@@ -373,3 +421,8 @@ def message_source(request: int) -> tuple[int, int]:
     """(rank that sent it, bytes that came) of a finished receive."""
     num_bytes = c_uint64()
     return lib.nd_message_source(request, byref(num_bytes)), num_bytes.value
+
+
+def all_reduce_fused(handle: int, in_: int, out: int, num_rows: int, dtype: int, epilogue: Epilogue) -> int:
+    """nd_all_reduce_fused; its code."""
+    return lib.nd_all_reduce_fused(handle, in_, out, num_rows, dtype, byref(epilogue))

@@ -1,16 +1,22 @@
 """Operators for compiled graphs: one dispatcher call and one call of the core per collective.
 
-`torch.library.Library`, because `custom_op` costs 20 us more a call.
+`torch.library.Library`, because `custom_op` costs 20 us more a call. Groups go by name, as in torch's functional
+collectives.
 """
 
 import torch
 from torch import Tensor
 
-from numadist._native import Op
+from numadist._native import Norm, Op
 from numadist.comm import process_group
 
 _LIBRARY = torch.library.Library("numadist", "DEF")
 _LIBRARY.define("all_reduce_(Tensor(a!) x, str group_name) -> ()")
+_LIBRARY.define("all_reduce_add_(Tensor x, Tensor(a!) residual, Tensor? bias, str group_name) -> ()")
+_LIBRARY.define(
+    "all_reduce_add_norm(Tensor x, Tensor(a!) residual, Tensor? bias, Tensor weight, Tensor? norm_bias, "
+    "float eps, bool rms, str group_name) -> Tensor"
+)
 
 
 @torch.library.impl(_LIBRARY, "all_reduce_", "CPU")
@@ -22,3 +28,56 @@ def _all_reduce_(x: Tensor, group_name: str) -> None:
 @torch.library.register_fake("numadist::all_reduce_", lib=_LIBRARY)
 def _all_reduce_fake(x: Tensor, group_name: str) -> None:
     """In place: no new tensor, no new shape."""
+
+
+@torch.library.impl(_LIBRARY, "all_reduce_add_", "CPU")
+def _all_reduce_add_(x: Tensor, residual: Tensor, bias: Tensor | None, group_name: str) -> None:
+    """residual += sum of x over ranks + bias, in one pass."""
+    process_group.find(group_name).all_reduce_fused(x.contiguous(), residual, residual=residual, bias=bias)
+
+
+@torch.library.register_fake("numadist::all_reduce_add_", lib=_LIBRARY)
+def _all_reduce_add_fake(x: Tensor, residual: Tensor, bias: Tensor | None, group_name: str) -> None:
+    """In place."""
+
+
+@torch.library.impl(_LIBRARY, "all_reduce_add_norm", "CPU")
+def _all_reduce_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    bias: Tensor | None,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    group_name: str,
+) -> Tensor:
+    """residual += sum of x over ranks + bias; returns its RMS or layer norm. One pass."""
+    out = torch.empty_like(residual)
+    norm = Norm.RMS if rms else Norm.LAYER
+    group = process_group.find(group_name)
+    group.all_reduce_fused(
+        x.contiguous(),
+        out,
+        residual=residual,
+        bias=bias,
+        weight=weight,
+        norm_bias=norm_bias,
+        norm=norm,
+        eps=eps,
+    )
+    return out
+
+
+@torch.library.register_fake("numadist::all_reduce_add_norm", lib=_LIBRARY)
+def _all_reduce_add_norm_fake(
+    x: Tensor,
+    residual: Tensor,
+    bias: Tensor | None,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    group_name: str,
+) -> Tensor:
+    return torch.empty_like(residual)

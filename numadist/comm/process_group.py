@@ -11,6 +11,7 @@ and those of older releases (_allgather_base).
 import contextlib
 import datetime
 import errno
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,13 +25,16 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import ReduceOp
 
 from numadist import _native
-from numadist._native import Arguments, Coll, Op, pointers
-from numadist.comm import segment, watch
-from numadist.comm.dtypes import CODES, OPS, REDUCIBLE
+from numadist._native import Arguments, Coll, Op
+from numadist.comm import jobs, segment, watch
+from numadist.comm.choose import SHARED_BYTES
+from numadist.comm.dtypes import CODES, OPS
+from numadist.comm.fused import all_reduce_fused
 from numadist.comm.monitor import monitored_barrier
 from numadist.comm.register import BACKEND
+from numadist.comm.shared import Region
 from numadist.comm.sparse import sum_sparse_
-from numadist.comm.tensors import Outputs, readable, same_dtype_and_size
+from numadist.comm.tensors import Outputs, readable
 from numadist.comm.work import DONE, DoneWork, Job, MessageWork, PendingWork, TaskWork
 from numadist.errors import CommError
 from numadist.log import get_logger
@@ -55,16 +59,19 @@ class CommStats:
 class ShmGroup(dist.ProcessGroup):
     """Ranks of one machine that share a segment. One handle of the core, closed by shutdown()."""
 
-    def __init__(self, handle: int, rank: int, world: int, timeout_s: float):
+    def __init__(self, handle: int, rank: int, world: int, timeout_s: float, global_ranks: Sequence[int]):
         super().__init__(rank, world)  # type: ignore[call-arg]
         self._handle: int | None = handle
         self._rank = rank
         self._world = world
         self._timeout_s = timeout_s
+        self.global_ranks = list(global_ranks)
         self._name = ""
         self._desc = ""
         self._outstanding: deque[PendingWork] = deque()
         self._num_monitored = 0
+        self._num_regions = 0
+        self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
 
     # ---- what torch asks of a group -----------------------------------------------------------------------
 
@@ -157,9 +164,20 @@ class ShmGroup(dist.ProcessGroup):
         """Replace t by its reduction over the group; every rank gets the same bits."""
         outputs = Outputs()
         x = outputs.writable(t, keep=True)
-        dtype, count = self._reduction(x, op)
+        dtype, count = jobs.reduction(x, op)
+        if self._regions and self._region_of(x) is not None:
+            self._run(_BLOCKING, [jobs.in_place(Coll.ALL_REDUCE, t, op, region=self._region_of(x))], [t], op)
+            return
         self._check(_lib.nd_all_reduce(self._core(), x.data_ptr(), x.data_ptr(), count, dtype, op), t, op)
         outputs.store()
+
+    def all_reduce_fused(self, x: Tensor, out: Tensor, **epilogue: Any) -> None:
+        """all_reduce with bias, residual and norm, see numadist.comm.fused.all_reduce_fused."""
+        self._check(all_reduce_fused(self._core(), x, out, **epilogue), x, Op.SUM)
+
+    def broadcast_(self, t: Tensor, root: int) -> None:
+        """A blocking broadcast of a contiguous tensor."""
+        self._check(_lib.nd_broadcast(self._core(), t.data_ptr(), t.nbytes, CODES[t.dtype], root))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         op = self._op(opts, tensors)
@@ -169,59 +187,45 @@ class ShmGroup(dist.ProcessGroup):
             for t in tensors:
                 self.all_reduce_(t, op)
             return DONE
-        return self._run(opts, [self._in_place(Coll.ALL_REDUCE, t, op) for t in tensors], tensors, op)
+        todo = [jobs.in_place(Coll.ALL_REDUCE, t, op, region=self._region_of(t)) for t in tensors]
+        return self._run(opts, todo, tensors, op)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
-        op, root = self._op(opts, tensors), opts.rootRank
-        return self._run(opts, [self._in_place(Coll.REDUCE, t, op, root) for t in tensors], tensors, op)
+        op = self._op(opts, tensors)
+        todo = [jobs.in_place(Coll.REDUCE, t, op, opts.rootRank) for t in tensors]
+        return self._run(opts, todo, tensors, op)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
-        jobs = []
-        for t in tensors:
-            outputs = Outputs()
-            x = outputs.writable(t, keep=True)
-            arguments = Arguments(
-                coll=Coll.BROADCAST, dtype=CODES[x.dtype], root=opts.rootRank, count=x.nbytes
-            )
-            arguments.out = x.data_ptr()
-            jobs.append(Job(arguments, [x], outputs.store))
-        return self._run(opts, jobs, tensors)
+        return self._run(opts, [jobs.broadcast(t, opts.rootRank) for t in tensors], tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        jobs = [self._all_gather(outs, t) for outs, t in zip(outputs, inputs, strict=True)]
-        return self._run(opts, jobs, [t for outs in outputs for t in outs])
+        todo = [jobs.all_gather(outs, t) for outs, t in zip(outputs, inputs, strict=True)]
+        return self._run(opts, todo, [t for outs in outputs for t in outs])
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         # torch passes outputs[rank][tensor] here, unlike in allgather.
-        jobs = [self._all_gather([of_rank[i] for of_rank in outputs], t) for i, t in enumerate(inputs)]
-        return self._run(opts, jobs, [t for outs in outputs for t in outs])
+        todo = [jobs.all_gather([of_rank[i] for of_rank in outputs], t) for i, t in enumerate(inputs)]
+        return self._run(opts, todo, [t for outs in outputs for t in outs])
 
     def all_gather_single(self, output: Tensor, t: Tensor, opts: Any = None) -> Work:
-        return self.all_gather_single_coalesced([output], [t], opts)
+        return self._run(opts, [jobs.all_gather_single(output, t, self._world)], [output])
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        jobs = []
-        for output, t in zip(outputs, inputs, strict=True):
-            staged = Outputs()
-            parts = self._parts("all_gather_into_tensor", staged.writable(output), t.numel())
-            jobs.append(self._all_gather(parts, t))
-            jobs[-1].store = staged.store
-        return self._run(opts, jobs, outputs)
+        todo = [jobs.all_gather_single(y, t, self._world) for y, t in zip(outputs, inputs, strict=True)]
+        return self._run(opts, todo, outputs)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         op = self._op(opts)
-        jobs = [
-            self._reduce_scatter(y, self._scaled(opts, ins), op)
-            for y, ins in zip(outputs, inputs, strict=True)
-        ]
-        return self._run(opts, jobs, outputs, op)
+        scaled = [self._scaled(opts, ins) for ins in inputs]
+        todo = [jobs.reduce_scatter(y, ins, op) for y, ins in zip(outputs, scaled, strict=True)]
+        return self._run(opts, todo, outputs, op)
 
     def reduce_scatter_single(self, output: Tensor, t: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [t], opts)
@@ -229,40 +233,26 @@ class ShmGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        op, jobs = self._op(opts), []
-        for y, t in zip(outputs, self._scaled(opts, inputs), strict=True):
-            parts = self._parts("reduce_scatter_tensor", readable(t), y.numel())
-            jobs.append(self._reduce_scatter(y, parts, op))
-        return self._run(opts, jobs, outputs, op)
+        op = self._op(opts)
+        pairs = zip(outputs, self._scaled(opts, inputs), strict=True)
+        todo = [jobs.reduce_scatter_single(y, t, op, self._world) for y, t in pairs]
+        return self._run(opts, todo, outputs, op)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
-        staged, root = Outputs(), opts.rootRank
-        y = staged.writable(outputs[0])
-        xs = [readable(t) for t in inputs[0]] if self._rank == root else []
-        same_dtype_and_size("scatter", xs, y.dtype, y.numel())
-        arguments = Arguments(coll=Coll.SCATTER, dtype=CODES[y.dtype], root=root, count=y.nbytes)
-        arguments.ins, arguments.out = pointers(x.data_ptr() for x in xs), y.data_ptr()
-        return self._run(opts, [Job(arguments, [xs, y], staged.store)], outputs)
+        ins = inputs[0] if self._rank == opts.rootRank else []
+        return self._run(opts, [jobs.scatter(outputs[0], ins, opts.rootRank)], outputs)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
-        staged, root, x = Outputs(), opts.rootRank, readable(inputs[0])
-        outs = outputs[0] if self._rank == root else []
-        same_dtype_and_size("gather", outs, x.dtype, x.numel())
-        ys = [staged.writable(t) for t in outs]
-        arguments = Arguments(coll=Coll.GATHER, dtype=CODES[x.dtype], root=root, count=x.nbytes)
-        arguments.in_, arguments.outs = x.data_ptr(), pointers(y.data_ptr() for y in ys)
-        return self._run(opts, [Job(arguments, [x, ys], staged.store)], outs)
+        outs = outputs[0] if self._rank == opts.rootRank else []
+        return self._run(opts, [jobs.gather(outs, inputs[0], opts.rootRank)], outs)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        return self._run(opts, [self._all_to_all(outputs, inputs, Outputs())], outputs)
+        return self._run(opts, [jobs.all_to_all(outputs, inputs, self._world, Outputs())], outputs)
 
     def all_to_all_single(
         self, output: Tensor, t: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
     ) -> Work:
-        """Splits count rows (dimension 0); an empty list is an even split."""
-        staged = Outputs()
-        y, x = staged.writable(output), readable(t)
-        job = self._all_to_all(self._rows("output", y, out_splits), self._rows("input", x, in_splits), staged)
+        job = jobs.all_to_all_single(output, t, out_splits, in_splits, self._world)
         return self._run(opts, [job], [output])
 
     # Names of older torch releases, which functional collectives in C++ still look up.
@@ -285,14 +275,14 @@ class ShmGroup(dist.ProcessGroup):
 
     # ---- inside -------------------------------------------------------------------------------------------
 
-    def _run(self, opts: Any, jobs: list[Job], result: list[Tensor], op: Op | None = None) -> Work:
+    def _run(self, opts: Any, todo: list[Job], result: list[Tensor], op: Op | None = None) -> Work:
         """Make the calls now, or for async_op hand them to the group's worker."""
         handle = self._core()
         # Without options, as hooks call a group directly, torch's own default holds: async.
         if opts is None or opts.asyncOp:
-            work = TaskWork(handle, jobs, lambda code: self._error(code, result, op), result)
+            work = TaskWork(handle, todo, lambda code: self._error(code, result, op), result)
             return self._remember(work)
-        for job in jobs:
+        for job in todo:
             code = _native.run(handle, job.arguments)
             if code != 0:
                 raise self._error(code, result, op)
@@ -324,47 +314,21 @@ class ShmGroup(dist.ProcessGroup):
     def _gathered(self, x: Tensor) -> list[Tensor]:
         """Everybody's x, in rank order."""
         outs = [torch.empty_like(x) for _ in range(self._world)]
-        self._run(_BLOCKING, [self._all_gather(outs, x)], [])
+        self._run(_BLOCKING, [jobs.all_gather(outs, x)], [])
         return outs
 
-    def _in_place(self, coll: Coll, t: Tensor, op: Op, root: int = -1) -> Job:
-        outputs = Outputs()
-        x = outputs.writable(t, keep=True)
-        dtype, count = self._reduction(x, op)
-        arguments = Arguments(coll=coll, dtype=dtype, op=op, root=root, count=count)
-        arguments.in_ = arguments.out = x.data_ptr()
-        return Job(arguments, [x], outputs.store)
+    def add_region(self, region: Region) -> None:
+        """Let all_reduce know of shared memory, as long as a tensor keeps it."""
+        self._regions.add(region)
 
-    def _all_gather(self, outs: list[Tensor], t: Tensor) -> Job:
-        """outs[r] = rank r's t."""
-        x, staged = readable(t), Outputs()
-        same_dtype_and_size("all_gather", outs, x.dtype, x.numel())
-        ys = [staged.writable(out) for out in outs]
-        arguments = Arguments(coll=Coll.ALL_GATHER, dtype=CODES[x.dtype], count=x.nbytes)
-        arguments.in_, arguments.outs = x.data_ptr(), pointers(y.data_ptr() for y in ys)
-        return Job(arguments, [x, ys], staged.store)
+    def next_region(self) -> int:
+        self._num_regions += 1
+        return self._num_regions
 
-    def _reduce_scatter(self, output: Tensor, ins: list[Tensor], op: Op) -> Job:
-        """output = reduction over ranks of their ins[my rank]."""
-        staged = Outputs()
-        same_dtype_and_size("reduce_scatter", ins, output.dtype, output.numel())
-        y, xs = staged.writable(output), [readable(t) for t in ins]
-        dtype, count = self._reduction(y, op)
-        arguments = Arguments(coll=Coll.REDUCE_SCATTER, dtype=dtype, op=op, count=count)
-        arguments.ins, arguments.out = pointers(x.data_ptr() for x in xs), y.data_ptr()
-        return Job(arguments, [xs, y], staged.store)
-
-    def _all_to_all(self, outputs: list[Tensor], inputs: list[Tensor], staged: Outputs) -> Job:
-        xs, ys = [readable(t) for t in inputs], [staged.writable(t) for t in outputs]
-        if not len(xs) == len(ys) == self._world:
-            raise CommError(f"all_to_all: {len(xs)} inputs and {len(ys)} outputs for {self._world} ranks")
-        if len(dtypes := {t.dtype for t in xs + ys}) != 1:
-            raise CommError(f"all_to_all: tensors of several dtypes: {sorted(map(str, dtypes))}")
-        arguments = Arguments(coll=Coll.ALL_TO_ALL, dtype=CODES[xs[0].dtype])
-        arguments.ins, arguments.outs = pointers(x.data_ptr() for x in xs), pointers(y.data_ptr() for y in ys)
-        arguments.in_bytes = _native.sizes([x.nbytes for x in xs])
-        arguments.out_bytes = _native.sizes([y.nbytes for y in ys])
-        return Job(arguments, [xs, ys], staged.store)
+    def _region_of(self, x: Tensor) -> Region | None:
+        if not self._regions or x.nbytes < SHARED_BYTES:
+            return None
+        return next((r for r in self._regions if r.holds(x.data_ptr(), x.nbytes)), None)
 
     def _core(self) -> int:
         if self._handle is None:
@@ -404,37 +368,6 @@ class ShmGroup(dist.ProcessGroup):
             return tensors
         return [t * opts.reduceOp.factor for t in tensors]
 
-    def _reduction(self, x: Tensor, op: Op) -> tuple[int, int]:
-        """(the core's dtype, number of its elements) of a tensor to reduce."""
-        code, width = REDUCIBLE.get(x.dtype, (None, 0))
-        if code is None:
-            raise CommError(
-                f"backend numa cannot reduce {x.dtype}; convert it, or gather and reduce yourself"
-            )
-        if width == 2 and op not in (Op.SUM, Op.AVG):
-            raise CommError(f"{op.name} of {x.dtype} has no meaning here; complex numbers have SUM and AVG")
-        return code, x.numel() * width
-
-    def _parts(self, what: str, whole: Tensor, numel: int) -> list[Tensor]:
-        """A contiguous tensor cut in one flat part of `numel` elements per rank."""
-        if whole.numel() != numel * self._world:
-            raise CommError(
-                f"{what}: the large tensor has {whole.numel()} elements, the small one {numel} on each of "
-                f"{self._world} ranks; the large one must have exactly as many as all small ones"
-            )
-        return list(whole.view(-1).split(numel)) if numel else [whole.view(-1)] * self._world
-
-    def _rows(self, what: str, t: Tensor, splits: list[int]) -> list[Tensor]:
-        if not splits:
-            if t.dim() == 0 or t.size(0) % self._world:
-                raise CommError(
-                    f"all_to_all_single: {what} {list(t.shape)} does not split into {self._world} parts"
-                )
-            splits = [t.size(0) // self._world] * self._world
-        if len(splits) != self._world or sum(splits) != t.size(0):
-            raise CommError(f"all_to_all_single: {what} splits {splits} do not add up to {t.size(0)} rows")
-        return list(t.split(splits))
-
 
 def create(options: Any, backend_options: Any) -> ShmGroup:
     """torch's creator function: waits for all ranks of the group. Raises: CommError, ConfigError."""
@@ -447,7 +380,7 @@ def create(options: Any, backend_options: Any) -> ShmGroup:
     ranks = list(options.global_ranks_in_group) or list(range(world))
     handle = segment.open_group(options.store, rank, world, timeout_s, ranks)
     log.debug("rank %d of %d: group %s connected", rank, world, options.group_id)
-    return ShmGroup(handle, rank, world, timeout_s)
+    return ShmGroup(handle, rank, world, timeout_s, ranks)
 
 
 def find(name: str) -> ShmGroup:

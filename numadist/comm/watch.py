@@ -8,7 +8,14 @@ from numadist._native import Call, Coll, Op
 from numadist.comm.dtypes import NAMES
 from numadist.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost
 
-_REDUCING = {Coll.ALL_REDUCE, Coll.REDUCE_SCATTER, Coll.REDUCE}
+_REDUCING = {Coll.ALL_REDUCE, Coll.REDUCE_SCATTER, Coll.REDUCE, Coll.ALL_REDUCE_FUSED, Coll.ALL_REDUCE_SHARED}
+# What a call's `root` says.
+_ROOT_IS = dict.fromkeys((Coll.BROADCAST, Coll.SCATTER, Coll.GATHER, Coll.REDUCE), "root") | {
+    Coll.SEND: "to",
+    Coll.RECV: "from",
+    Coll.ALL_REDUCE_FUSED: "rows of",
+    Coll.ALL_REDUCE_SHARED: "shared tensor",
+}
 
 
 def describe(call: Call) -> str:
@@ -18,8 +25,8 @@ def describe(call: Call) -> str:
         return coll.name.lower()
     words = [Op(call.op).name] if coll in _REDUCING else []
     words += [NAMES.get(call.dtype, f"dtype {call.dtype}"), f"{call.bytes} bytes"]
-    if call.root >= 0:
-        words.append(f"root {call.root}")
+    if call.root >= 0 and coll in _ROOT_IS:
+        words.append(f"{_ROOT_IS[coll]} {call.root}")
     return f"{coll.name.lower()}({', '.join(words)})"
 
 

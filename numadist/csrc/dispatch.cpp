@@ -57,6 +57,7 @@ namespace {
 struct Isa {
   const char* name;
   Kernel (*find)(int dtype, int op);
+  FusedKernel (*find_fused)(int dtype);
   bool runs;
 };
 
@@ -69,14 +70,16 @@ const Isa* all_isas() {
                           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512vl");
   static const Isa isas[] = {
-      {"avx512_bf16", avx512_bf16::find_kernel, has_avx512 && __builtin_cpu_supports("avx512bf16")},
-      {"avx512", avx512::find_kernel, has_avx512},
-      {"avx2", avx2::find_kernel, has_avx2},
-      {"portable", portable::find_kernel, true},
-      {nullptr, nullptr, true},
+      {"avx512_bf16", avx512_bf16::find_kernel, avx512::find_fused_kernel,
+       has_avx512 && __builtin_cpu_supports("avx512bf16")},
+      {"avx512", avx512::find_kernel, avx512::find_fused_kernel, has_avx512},
+      {"avx2", avx2::find_kernel, avx2::find_fused_kernel, has_avx2},
+      {"portable", portable::find_kernel, portable::find_fused_kernel, true},
+      {nullptr, nullptr, nullptr, true},
   };
 #else
-  static const Isa isas[] = {{"portable", portable::find_kernel, true}, {nullptr, nullptr, true}};
+  static const Isa isas[] = {{"portable", portable::find_kernel, portable::find_fused_kernel, true},
+                             {nullptr, nullptr, nullptr, true}};
 #endif
   return isas;
 }
@@ -93,6 +96,8 @@ const Isa& isa_at(int i) {
 }  // namespace
 
 Kernel best_kernel(int dtype, int op) { return isa_at(0).find(dtype, op); }
+
+FusedKernel best_fused_kernel(int dtype) { return isa_at(0).find_fused(dtype); }
 
 size_t element_bytes(int dtype) {
   static const uint8_t bytes[ND_NUM_DTYPES] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 1};

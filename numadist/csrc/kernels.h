@@ -13,6 +13,13 @@ using Kernel = void (*)(void* dst, const void* const* srcs, int num_srcs, size_t
 // integers).
 Kernel best_kernel(int dtype, int op);
 
+// Sum, then what NdEpilogue says, of `rows` rows; see nd_core.h.
+using FusedKernel = void (*)(void* out, void* residual, const void* const* srcs, int num_srcs, size_t rows,
+                             const NdEpilogue& epilogue);
+
+// For f32, f16 and bf16, else nullptr.
+FusedKernel best_fused_kernel(int dtype);
+
 // Bytes of one element, 0 for an unknown dtype.
 size_t element_bytes(int dtype);
 

@@ -24,7 +24,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 3
+#define ND_ABI_VERSION 4
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_NODE_WORDS 16 /* a set of memory nodes: 1024 bits */
@@ -35,8 +35,7 @@ extern "C" {
 
 ND_API int nd_abi_version(void);
 
-/* ---- memory
- * -------------------------------------------------------------------------------------------------- */
+/* ==== memory ==== */
 
 /* Private anonymous zero memory, page aligned; *out is unmapped with nd_unmap. */
 ND_API int nd_map(size_t bytes, void** out);
@@ -59,8 +58,7 @@ ND_API int nd_touch(void* addr, size_t bytes);
  * touched. */
 ND_API int nd_page_nodes(const void* addr, size_t bytes, int32_t* nodes);
 
-/* ---- reductions
- * ---------------------------------------------------------------------------------------------- */
+/* ==== reductions ==== */
 
 typedef enum NdDtype {
   ND_F32 = 0,
@@ -92,8 +90,7 @@ ND_API const char* nd_isa_name(int i);
 ND_API int nd_reduce_local(int isa, void* dst, const void* const* srcs, int num_srcs, size_t count, int dtype,
                            int op);
 
-/* ---- groups
- * -------------------------------------------------------------------------------------------------- */
+/* ==== groups ==== */
 
 typedef struct NdGroup NdGroup;
 
@@ -132,7 +129,9 @@ typedef enum NdColl {
   ND_ALL_TO_ALL,
   ND_CONNECT,
   ND_SEND,
-  ND_RECV
+  ND_RECV,
+  ND_ALL_REDUCE_FUSED,
+  ND_ALL_REDUCE_SHARED
 } NdColl;
 
 /* Why a group failed. */
@@ -172,10 +171,10 @@ ND_API int nd_group_report(NdGroup* group, NdReport* out);
 ND_API int nd_group_peers(NdGroup* group, int8_t* state);
 ND_API int nd_group_stats(NdGroup* group, int reset, NdStats* out);
 
-/* ---- collectives: what each rank passes and gets
- * --------------------------------------------------------------- in and out may be equal, not partly
- * overlapping. Elements are aligned to their size. Sums are taken in rank order on every rank, so all ranks
- * get the same bits. */
+/* ==== collectives: what each rank passes and gets ==== */
+
+/* in and out may be equal, not partly overlapping. Elements are aligned to their size. Sums are taken in rank
+ * order on every rank, so all ranks get the same bits. */
 
 ND_API int nd_barrier(NdGroup* group);
 ND_API int nd_all_reduce(NdGroup* group, const void* in, void* out, size_t count, int dtype, int op);
@@ -196,10 +195,52 @@ ND_API int nd_reduce(NdGroup* group, const void* in, void* out, size_t count, in
 ND_API int nd_all_to_all(NdGroup* group, const void* const* ins, const size_t* in_bytes, void* const* outs,
                          const size_t* out_bytes, int dtype);
 
-/* ---- collectives as data, and in the background
- * ---------------------------------------------------------------- Started calls run one after the other on a
- * thread of the group, or on a thread that waits for them. A direct call waits for those started before it.
+/* ==== all_reduce with what follows it in a transformer ==== */
+
+/* On rows of `cols` elements, while each piece of the sum is in the cache:
+ *   y = sum + bias + residual
+ *   residual = y
+ *   out = norm(y) * weight + norm_bias, or y without a norm
+ * All in f32, rounded when stored; the norm reads the rounded y. What does not go row by row (rows above 64
+ * KiB, two-shot sums) has its sum rounded once more in between. f32, bf16 and f16; all pointers but out may
+ * be NULL.
  */
+
+typedef enum NdNorm { ND_NO_NORM = 0, ND_RMS_NORM, ND_LAYER_NORM } NdNorm;
+
+typedef struct NdEpilogue {
+  size_t cols;
+  const void* bias;      /* cols */
+  void* residual;        /* rows x cols, read and written */
+  const void* weight;    /* cols */
+  const void* norm_bias; /* cols */
+  int32_t norm;          /* NdNorm */
+  float eps;
+} NdEpilogue;
+
+/* out may be in; without a norm also the residual. */
+ND_API int nd_all_reduce_fused(NdGroup* group, const void* in, void* out, size_t rows, int dtype,
+                               const NdEpilogue* epilogue);
+
+/* ==== tensors in shared memory ==== */
+
+/* A region holds `stride` bytes of each rank, on its nodes. All ranks map it whole, so that a sum needs no
+ * copy: each rank reduces its slice from everybody's memory and writes it to everybody's. */
+
+/* A sealed memfd of world * stride bytes; stride is a multiple of the page. node_masks as in
+ * nd_segment_create. */
+ND_API int nd_region_create(int world, size_t stride, const uint64_t* node_masks, int* fd);
+/* Map it; -EPROTO if it has another size or is not sealed. Unmap with nd_unmap. */
+ND_API int nd_region_map(int fd, size_t bytes, void** addr);
+/* In place: bufs[r] is rank r's tensor in a region, at the same offset for all. id: any number all ranks
+ * agree on. */
+ND_API int nd_all_reduce_shared(NdGroup* group, void* const* bufs, size_t count, int dtype, int op,
+                                int32_t id);
+
+/* ==== collectives as data, and in the background ==== */
+
+/* Started calls run one after the other on a thread of the group, or on a thread that waits for them. A
+ * direct call waits for those started before it. */
 
 typedef struct NdTask NdTask;
 
@@ -230,10 +271,11 @@ ND_API int nd_task_wait(NdGroup* group, NdTask* task, uint64_t timeout_ns, int* 
 /* -EBUSY while it runs. */
 ND_API int nd_task_free(NdGroup* group, NdTask* task);
 
-/* ---- messages between two ranks
- * -------------------------------------------------------------------------------- Messages of one sender
- * with one tag arrive in order. A message nobody waits for yet is kept in the receiver's heap, so a send
- * completes whenever the receiver makes any call on messages, or has one in the background. */
+/* ==== messages between two ranks ==== */
+
+/* Messages of one sender with one tag arrive in order. A message nobody waits for yet is kept in the
+ * receiver's heap, so a send completes whenever the receiver makes any call on messages, or has one in the
+ * background. */
 
 typedef struct NdRequest NdRequest;
 

@@ -256,3 +256,5 @@ inline Kernel find_kernel(int dtype, int op) {
   }
 }
 #endif
+
+#include "fused.h"

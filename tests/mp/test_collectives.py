@@ -274,6 +274,22 @@ def test_counters_of_a_group(pool):
     pool.run(check_stats)
 
 
+def check_sparse(rank, world):
+    x = torch.zeros(6, 4)
+    x[rank] = rank + 1.0
+    x[5] = 1.0
+    sparse = x.to_sparse()
+    dist.all_reduce(sparse)
+    wanted = torch.zeros(6, 4)
+    wanted[:world] = torch.arange(1.0, world + 1)[:, None]
+    wanted[5] = world
+    expect(sparse.to_dense(), wanted, "sum of sparse tensors")
+
+
+def test_sparse_tensors_are_summed(pool):
+    pool.run(check_sparse)
+
+
 def check_unsupported(rank, world):
     from numadist.errors import CommError
 
@@ -281,7 +297,7 @@ def check_unsupported(rank, world):
         (torch.ones(2, dtype=torch.int32), ReduceOp.AVG, "AVG"),
         (torch.ones(2), ReduceOp.BAND, "BAND"),
         (torch.ones(2).to(torch.float8_e4m3fn), ReduceOp.SUM, "float8_e4m3fn"),
-        (torch.ones(2).to_sparse(), ReduceOp.SUM, "sparse"),
+        (torch.ones(2).to_sparse(), ReduceOp.MAX, "sparse"),
         (torch.ones(2, device="meta"), ReduceOp.SUM, "meta"),
     ]:
         with pytest.raises(CommError, match=word):

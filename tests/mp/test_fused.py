@@ -1,0 +1,162 @@
+"""all_reduce with residual and norm in one pass, and sums of tensors in shared memory."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+import numadist
+from numadist.errors import CollectiveMismatch, CommError
+
+pytestmark = pytest.mark.mp
+
+# Rows within a slot and beyond, blocks whole and not, sums one-shot and two-shot.
+SHAPES = [(3, 64), (1, 1001), (2, 3, 576), (700, 576), (3, 40001)]
+# Sums of bf16 and f16 may be rounded once more in between, to a step of values below 16.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 7e-2, torch.float16: 8e-3}
+
+
+def close(seen, wanted, what):
+    tolerance = TOLERANCE[seen.dtype]
+    torch.testing.assert_close(
+        seen, wanted, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def inputs(shape, dtype, world):
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world + 1)]
+    columns = [torch.randn(shape[-1], generator=generator).to(dtype) for _ in range(3)]
+    return rows[:-1], rows[-1], *columns
+
+
+def check_fused(rank, world, dtype):
+    name = dist.group.WORLD.group_name
+    for shape in SHAPES:
+        xs, residual, bias, weight, norm_bias = inputs(shape, dtype, world)
+        total = sum(x.float() for x in xs) + residual.float()
+        biased = (total + bias.float()).to(dtype)
+
+        y = residual.clone()
+        torch.ops.numadist.all_reduce_add_(xs[rank], y, bias, name)
+        close(y, biased, f"residual of {shape}")
+
+        y = residual.clone()
+        z = torch.ops.numadist.all_reduce_add_norm(xs[rank], y, bias, weight, norm_bias, 1e-5, False, name)
+        close(y, biased, f"residual of {shape} with layer norm")
+        wanted = F.layer_norm(y.float(), shape[-1:], weight.float(), norm_bias.float(), 1e-5)
+        close(z, wanted.to(dtype), f"layer norm of {shape}")
+
+        y = residual.clone()
+        z = torch.ops.numadist.all_reduce_add_norm(xs[rank], y, None, weight, None, 1e-5, True, name)
+        close(y, total.to(dtype), f"residual of {shape} with RMS norm")
+        close(z, F.rms_norm(y.float(), shape[-1:], weight.float(), 1e-5).to(dtype), f"RMS norm of {shape}")
+        assert torch.equal(xs[rank], inputs(shape, dtype, world)[0][rank]), "the input is not written"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_all_reduce_with_bias_residual_and_norm(pool, dtype):
+    pool.run(check_fused, dtype)
+
+
+def fused_step(x, residual, weight, name):
+    z = torch.ops.numadist.all_reduce_add_norm(x * 2, residual, None, weight, None, 1e-5, True, name)
+    return z + 1, residual * 1
+
+
+def check_fused_compiled(rank, world):
+    name = dist.group.WORLD.group_name
+    xs, residual, weight, *_ = inputs((4, 48), torch.float32, world)
+    eager = fused_step(xs[rank], residual.clone(), weight, name)
+    mutated = residual.clone()
+    with torch.no_grad():
+        compiled = torch.compile(fused_step, fullgraph=True)(xs[rank], mutated, weight, name)
+    for seen, wanted in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(seen, wanted)
+    torch.testing.assert_close(mutated, eager[1])
+    torch._dynamo.reset()
+
+
+def test_fused_op_compiled_by_inductor(pool):
+    pool.run(check_fused_compiled)
+
+
+def check_fused_refuses(rank, world):
+    name = dist.group.WORLD.group_name
+    x = torch.ones(2, 4)
+    with pytest.raises(CommError, match=r"float64 \[2, 4\]"):
+        torch.ops.numadist.all_reduce_add_(x.double(), x.double(), None, name)
+    with pytest.raises(CommError, match=r"float32 \[3\]"):
+        torch.ops.numadist.all_reduce_add_(x, x.clone(), torch.ones(3), name)
+    dist.barrier()
+
+
+def test_fused_op_names_tensors_that_do_not_fit(pool):
+    pool.run(check_fused_refuses)
+
+
+def check_shared(rank, world, dtype):
+    for n in (1000, 16385, 300007):
+        shared = numadist.empty_shared((n,), dtype)
+        assert not shared.any(), "starts as zeros"
+        x = torch.randn(n, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        plain = x.clone()
+        dist.all_reduce(plain)
+        for async_op in (False, True):
+            shared.copy_(x)
+            work = dist.all_reduce(shared, async_op=async_op)
+            if async_op:
+                work.wait()
+            assert torch.equal(shared, plain), f"{n} elements, async {async_op}"
+        part = shared[n // 2 :]
+        part.copy_(x[n // 2 :])
+        dist.all_reduce(part)
+        assert torch.equal(part, plain[n // 2 :]), f"view of {n} elements"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_sum_of_shared_tensors_has_the_bits_of_plain_ones(pool, dtype):
+    pool.run(check_shared, dtype)
+
+
+def check_shared_freed(rank, world):
+    import gc
+
+    def regions():
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            return sum("numadist-region" in line for line in maps)
+
+    before = regions()
+    shared = numadist.empty_shared((100000,), torch.float32)
+    assert regions() > before
+    view = shared[5:]
+    del shared
+    assert regions() > before, "a view keeps the region"
+    del view
+    assert regions() == before
+
+
+def test_shared_memory_goes_with_its_last_view(pool):
+    pool.run(check_shared_freed)
+
+
+def check_shared_sizes(rank, world):
+    with pytest.raises(CommError, match="this rank asked for"):
+        numadist.empty_shared((1000 if rank == 0 else 5000,), torch.float32)
+    dist.barrier()
+
+
+def test_different_sizes_are_refused_on_every_rank_that_differs(pool):
+    pool.run(check_shared_sizes)
+
+
+def check_other_shared_tensor(rank, world):
+    group = dist.new_group()
+    a, b = (numadist.empty_shared((50000,), torch.float32, group) for _ in range(2))
+    with pytest.raises(CollectiveMismatch, match="shared tensor"):
+        dist.all_reduce(a if rank == 0 else b, group=group)
+
+
+def test_another_shared_tensor_is_a_mismatch(pool):
+    pool.run(check_other_shared_tensor)
