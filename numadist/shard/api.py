@@ -18,6 +18,7 @@ from numadist.shard.checkpoint import Checkpoint
 from numadist.shard.load import localize_parameters
 from numadist.shard.reduce import Emitter, emit_functional, emit_numadist
 from numadist.shard.schema import Schema
+from numadist.shard.training import emit_trainable
 
 log = get_logger(__name__)
 
@@ -58,6 +59,7 @@ def shard(
     dynamic_shapes: Any = None,
     weights: str | Path | None = None,
     compile: bool = False,
+    train: bool = False,
 ) -> ShardedModel:
     """Split an unmodified model over the ranks of `group`; a collective call: every rank makes it alike.
 
@@ -66,6 +68,7 @@ def shard(
     weights: a .safetensors file or a folder of them, for a model made under `numadist.empty_parameters()`: only this
         rank's slices are read, into memory of its node.
     compile: torch.compile this rank's graph, with weights packed once ("freezing"): for inference.
+    train: give the collectives their backward and the parameters gradients. Dropout in training mode is not sharded.
     schema: decisions to use instead of planning, e.g. an edited `Schema.load(path)`.
     Keeps no reference to the full weights; drop yours to free them.
     Raises: ShardError if the model cannot be captured, no group exists, or the schema does not fit.
@@ -75,6 +78,10 @@ def shard(
             "numadist.shard needs a process group: call torch.distributed.init_process_group('numa') first, "
             "and start the script with numarun"
         )
+    if compile and train:
+        raise ShardError(
+            "compile=True packs weights for inference; with train=True call torch.compile on the result"
+        )
     pg = group if group is not None else dist.group.WORLD
     rank, num_ranks = dist.get_rank(pg), dist.get_world_size(pg)
     args, kwargs = as_args(example_inputs)
@@ -83,8 +90,10 @@ def shard(
         schema = build_schema(gm, num_ranks)
         warn_left_alone(schema)
     check_fits(gm, schema, num_ranks)
-    apply(gm, schema, rank, _emitter(pg))
-    localize_parameters(gm, schema, rank, local_empty, Checkpoint(weights) if weights is not None else None)
+    emit = emit_trainable(pg.group_name, rank, num_ranks) if train else _emitter(pg)
+    apply(gm, schema, rank, emit)
+    checkpoint = Checkpoint(weights) if weights is not None else None
+    localize_parameters(gm, schema, rank, local_empty, checkpoint, train)
     constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
     sharded = ShardedModel(gm, schema, rank, constants)
     if compile:

@@ -2,14 +2,15 @@
 
 import operator
 
+import torch
 from torch.fx import GraphModule, Node
 
 from numadist.errors import ShardError
-from numadist.shard import rules
+from numadist.shard import graph, rules
 from numadist.shard.blocks import fingerprint
 from numadist.shard.graph import aten
 from numadist.shard.placement import Shard
-from numadist.shard.reduce import Emitter, reduce_points
+from numadist.shard.reduce import Emit, Emitter, reduce_points
 from numadist.shard.schema import Block, Schema
 
 
@@ -32,8 +33,9 @@ def apply(gm: GraphModule, schema: Schema, rank: int, emit: Emitter) -> None:
     nodes = {n.name: n for n in gm.graph.nodes}
     points = reduce_points(gm, {nodes[name] for name in schema.partial_values()})
     for block in schema.blocks:
+        entries = _insert_entries(gm, block, nodes, emit.enter) if emit.enter is not None else {}
         _localize_values(block, nodes, rank)
-        _insert_slices(gm, block, nodes, rank)
+        _insert_slices(gm, block, {**nodes, **entries}, rank)
         for name in block.lookups:
             nodes[name] = _split_lookup(gm, nodes[name], block, rank)
         for name in block.heads:
@@ -44,6 +46,30 @@ def apply(gm: GraphModule, schema: Schema, rank: int, emit: Emitter) -> None:
     gm.graph.lint()
     _drop_unused_parameters(gm)
     gm.recompile()
+
+
+def _insert_entries(gm: GraphModule, block: Block, nodes: dict[str, Node], enter: Emit) -> dict[str, Node]:
+    """Route every replicated value that the block's sharded ops read through one `enter`; returns them by name."""
+    sharded = {nodes[name.partition(".")[0]] for name in block.values}
+    members = {*sharded, *(nodes[name] for name in (block.sink, *block.heads) if name is not None)}
+    own = {*block.params, *block.partial_params}
+    readers: dict[Node, list[Node]] = {}
+    for member in members:
+        for source in member.all_input_nodes:
+            if source not in sharded and str(source.target) not in own and _carries_gradient(source):
+                readers.setdefault(source, []).append(member)
+    entries: dict[str, Node] = {}
+    for source, users in readers.items():
+        with gm.graph.inserting_after(source):
+            entered = entries[source.name] = enter(gm.graph, source)
+        for user in users:
+            user.replace_input_with(source, entered)
+    return entries
+
+
+def _carries_gradient(node: Node) -> bool:
+    val = graph.value(node)
+    return isinstance(val, torch.Tensor) and val.is_floating_point()
 
 
 def _localize_values(block: Block, nodes: dict[str, Node], rank: int) -> None:

@@ -31,7 +31,12 @@ def _take(full: Tensor, dim: int, cut: Cut) -> Tensor:
 
 
 def localize_parameters(
-    gm: GraphModule, schema: Schema, rank: int, allocate: Allocate, checkpoint: Checkpoint | None = None
+    gm: GraphModule,
+    schema: Schema,
+    rank: int,
+    allocate: Allocate,
+    checkpoint: Checkpoint | None = None,
+    trainable: bool = False,
 ) -> None:
     """Replace every parameter of `gm` by this rank's part in fresh memory; tied names stay tied.
 
@@ -56,7 +61,9 @@ def localize_parameters(
             raise ShardError(f"parameter {names[0]} has no memory; pass weights=FOLDER to numadist.shard")
         else:
             local.copy_(local_slice(full, shard, rank))
-        parameter = torch.nn.Parameter(local, requires_grad=False)
+        # Of a partial parameter only rank 0's copy may learn, or its sum would move once per rank.
+        learns = trainable and (rank == 0 or not any(n in partial for n in names))
+        parameter = torch.nn.Parameter(local, requires_grad=learns)
         for name in names:
             _set(gm, name, parameter)
     for name, buffer in list(gm.named_buffers(remove_duplicate=False)):

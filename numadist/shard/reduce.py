@@ -65,12 +65,17 @@ def _num_users(node: Node) -> int:
     return sum(not graph.is_shape_query(u) for u in node.users)
 
 
+Emit = Callable[[torch.fx.Graph, Node], Node]
+
+
 @dataclass(frozen=True)
 class Emitter:
     """How collectives are written into a graph, at the graph's insertion point."""
 
-    all_reduce: Callable[[torch.fx.Graph, Node], Node]  # partial value -> its sum over the ranks
-    all_gather: Callable[[torch.fx.Graph, Node], Node]  # [d0, ...] on each rank -> [num_ranks * d0, ...]
+    all_reduce: Emit  # partial value -> its sum over the ranks
+    all_gather: Emit  # [d0, ...] on each rank -> [num_ranks * d0, ...]
+    # Training only: a replicated value on its way into a block; its gradient is a sum over the ranks.
+    enter: Emit | None = None
 
 
 def emit_functional(group_name: str, num_ranks: int) -> Emitter:
