@@ -7,20 +7,20 @@ from pathlib import Path
 
 from numadist.topology.sysfs import NODE, node_memory, read_text
 
-SAMPLE_EVERY_S = 1.0
-NUM_SAMPLES = 3
-# A node with more than this share free was not what ran out.
-SCARCE = 0.1
+# A rank can fill a node in a second, so a sample may be older than the shortage: it is an upper bound then.
+SAMPLE_EVERY_S = 0.5
+NUM_SAMPLES = 4
+SCARCE = 0.1  # share of a node below which a sample shows the shortage itself
 
 
 class OomWatch:
-    """Samples free memory of the nodes ranks are bound to, and the kernel's count of OOM kills."""
+    """Samples free memory of the nodes ranks are bound to, and counts the kernel's OOM kills."""
 
     def __init__(self, nodes: Iterable[int], root: str = "/") -> None:
         self._root = Path(root)
         self._free: dict[int, deque[int]] = {node: deque(maxlen=NUM_SAMPLES) for node in nodes}
         self._total: dict[int, int] = {}
-        self._kills = self._count_kills()
+        self._kills, self._limits = self._count_kills(), self._count_limits()
         self.sample()
 
     def sample(self) -> None:
@@ -32,16 +32,30 @@ class OomWatch:
         """Why a rank with this memory was killed by SIGKILL; None when the kernel killed nothing for memory."""
         if self._count_kills() <= self._kills:
             return None
+        if self._count_limits() > self._limits:
+            return "kernel OOM: the memory limit of this cgroup was reached (memory.max)"
         lowest = {node: min(self._free[node]) for node in mem_nodes if node in self._free}
-        scarce = [n for n, free in lowest.items() if free <= SCARCE * self._total[n]]
-        if not scarce:
-            return "kernel OOM: its nodes had memory left, so a container limit (memory.max) was reached"
-        parts = [f"node {n} had {_gib(lowest[n])} of {_gib(self._total[n])} GiB free" for n in scarce]
-        return f"kernel OOM: {', '.join(parts)} - use --mem preferred or fewer bytes per rank"
+        if not lowest:
+            return "kernel OOM: the machine ran out of memory"
+        node = min(lowest, key=lambda n: lowest[n] / max(1, self._total[n]))
+        bound = "" if lowest[node] <= SCARCE * self._total[node] else "less than "
+        return (
+            f"kernel OOM: node {node} had {bound}{_gib(lowest[node])} of {_gib(self._total[node])} GiB free - "
+            "use --mem preferred or fewer bytes per rank"
+        )
 
     def _count_kills(self) -> int:
-        found = re.search(r"^oom_kill (\d+)", read_text(self._root / "proc/vmstat") or "", re.M)
-        return int(found[1]) if found else 0
+        return _counter(self._root / "proc/vmstat", "oom_kill")
+
+    def _count_limits(self) -> int:
+        """How often a limit of this process's cgroup (v2) was the cause; `oom_kill` there counts others too."""
+        found = re.search(r"^0::/(.*)$", read_text(self._root / "proc/self/cgroup") or "", re.M)
+        return _counter(self._root / "sys/fs/cgroup" / found[1] / "memory.events", "oom") if found else 0
+
+
+def _counter(path: Path, name: str) -> int:
+    found = re.search(rf"^{name} (\d+)$", read_text(path) or "", re.M)
+    return int(found[1]) if found else 0
 
 
 def _gib(num_bytes: int) -> str:

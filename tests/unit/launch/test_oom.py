@@ -29,9 +29,22 @@ def test_a_kill_without_an_oom_kill_has_no_explanation(tmp_path):
     assert watch.explain([8]) is None
 
 
-def test_an_oom_kill_with_memory_left_is_a_container_limit(tmp_path):
+def test_a_sample_from_before_the_shortage_is_an_upper_bound(tmp_path):
     watch = OomWatch([8], str(machine(tmp_path, kills=3, free_kb=100 * GIB_KB)))
     machine(tmp_path, kills=4, free_kb=100 * GIB_KB)
     assert watch.explain([8]) == (
-        "kernel OOM: its nodes had memory left, so a container limit (memory.max) was reached"
+        "kernel OOM: node 8 had less than 100.0 of 128.0 GiB free - use --mem preferred or fewer bytes per rank"
     )
+
+
+def test_a_limit_of_the_cgroup_is_told_from_a_full_node(tmp_path):
+    root = machine(tmp_path, kills=3, free_kb=GIB_KB)
+    events = root / "sys/fs/cgroup/box/memory.events"
+    events.parent.mkdir(parents=True)
+    (root / "proc/self").mkdir()
+    (root / "proc/self/cgroup").write_text("0::/box\n")
+    events.write_text("low 0\nmax 7\noom 1\noom_kill 1\n")
+    watch = OomWatch([8], str(root))
+    machine(root, kills=4, free_kb=GIB_KB)
+    events.write_text("low 0\nmax 9\noom 2\noom_kill 2\n")
+    assert watch.explain([8]) == "kernel OOM: the memory limit of this cgroup was reached (memory.max)"
