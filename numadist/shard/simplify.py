@@ -71,7 +71,7 @@ def _evaluate(node: Node, buffers: dict[str, torch.Tensor], known: dict[Node, An
             continue
         args, kwargs = torch.fx.node.map_arg((n.args, n.kwargs), known.__getitem__)
         with torch.no_grad():
-            known[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+            known[n] = n.target(*args, **kwargs)
     return known[node]
 
 
