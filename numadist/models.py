@@ -32,6 +32,19 @@ MODELS: dict[str, ModelSpec] = {
     "gpt2": ModelSpec("GPT2Config"),
     "gpt2-medium": ModelSpec("GPT2Config", {"n_layer": 24, "n_embd": 1024, "n_head": 16}),
     "gpt2-large": ModelSpec("GPT2Config", {"n_layer": 36, "n_embd": 1280, "n_head": 20}),
+    "qwen3-0.6b": ModelSpec(
+        "Qwen3Config",
+        {
+            "num_hidden_layers": 28,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151_936,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma3-270m": ModelSpec(
         "Gemma3TextConfig",
         {

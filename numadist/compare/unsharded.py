@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 START_TIMEOUT_S = 600
+MAX_SHAPES = 64
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ def _serve(pipe: Connection, model_name: str, dtype: str, num_threads: int, comp
 
     torch.set_num_threads(num_threads)
     model = models.build(model_name, getattr(torch, dtype))
-    run: Any = torch.compile(model) if compile else model
+    # The bar is the best of torch: Inductor with weights packed once. Every shape is compiled for itself.
+    torch._dynamo.config.recompile_limit = MAX_SHAPES
+    run: Any = torch.compile(model, dynamic=False, options={"freezing": True}) if compile else model
     pipe.send("ready")
     while True:
         try:
