@@ -95,12 +95,12 @@ class Stream:
 
     def _emit(self, lines: list[bytes]) -> None:
         """A carriage return ends a line too: progress bars of several ranks would overwrite each other."""
-        for line in lines:
-            text = line.rstrip(b"\r\n")
-            if text.strip():
-                self.last_line = text.decode(errors="replace").strip()
-            if self.sink:
-                self.sink.put(self.prefix + text + b"\n")
+        texts = [line.rstrip(b"\r\n") for line in lines]
+        said = next((text for text in reversed(texts) if text.strip()), None)
+        if said is not None:
+            self.last_line = said.decode(errors="replace").strip()
+        if self.sink and texts:
+            self.sink.put(b"".join(self.prefix + text + b"\n" for text in texts))
 
 
 def poll_selector() -> selectors.PollSelector:

@@ -115,7 +115,7 @@ def _why(failure: Failure) -> Iterable[str]:
     recorded = _recorded(failure.error_file)
     if recorded:
         return recorded
-    if failure.status < 0 and -failure.status in USUAL_CAUSE:
+    if failure.oom is None and -failure.status in USUAL_CAUSE:
         return [USUAL_CAUSE[-failure.status]]
     if failure.stderr is not None and failure.stderr.last_line:
         return [f"its last line on stderr: {failure.stderr.last_line[:200]}"]
