@@ -1,5 +1,7 @@
 """`numadist.shard`: an unmodified model in, this rank's part of it out."""
 
+import hashlib
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,11 +87,16 @@ def shard(
     pg = group if group is not None else dist.group.WORLD
     rank, num_ranks = dist.get_rank(pg), dist.get_world_size(pg)
     args, kwargs = as_args(example_inputs)
+    begin = time.monotonic()
     gm = capture(model, args, kwargs, dynamic_shapes)
     if schema is None:
         schema = build_schema(gm, num_ranks)
-        warn_left_alone(schema)
+        if rank == 0:
+            warn_left_alone(schema)
     check_fits(gm, schema, num_ranks)
+    check_alike(schema, pg)
+    planned = time.monotonic()
+    log.info("planned %s for %d ranks in %.1f s", type(model).__name__, num_ranks, planned - begin)
     emit = emit_trainable(pg.group_name, rank, num_ranks) if train else _emitter(pg)
     apply(gm, schema, rank, emit)
     checkpoint = Checkpoint(weights) if weights is not None else None
@@ -98,8 +105,26 @@ def shard(
     sharded = ShardedModel(gm, schema, rank, constants)
     if compile:
         sharded.compile_local(options={"freezing": True})
-    log.info("sharded %s over %d ranks: %d blocks", type(model).__name__, num_ranks, len(schema.blocks))
+    log.info(
+        "loaded %.1f MB of weights in %.1f s, %d blocks sharded",
+        sharded.local_bytes / 1e6,
+        time.monotonic() - planned,
+        len(schema.blocks),
+    )
     return sharded
+
+
+def check_alike(schema: Schema, group: dist.ProcessGroup) -> None:
+    """Raises: ShardError on every rank if ranks captured or planned different graphs; nothing is loaded yet."""
+    digest = hashlib.blake2b(schema.to_json().encode(), digest_size=12).hexdigest()
+    seen: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(seen, (schema.fingerprint, digest), group=group)
+    different = [rank for rank, plan in enumerate(seen) if plan != seen[0]]
+    if different:
+        raise ShardError(
+            f"ranks {different} planned another graph than rank 0: example inputs of other shapes, another config "
+            "or another schema; every rank must call numadist.shard with the same"
+        )
 
 
 def _emitter(group: dist.ProcessGroup) -> Emitter:

@@ -158,3 +158,42 @@ def check_compile_backend(rank, world):
 
 def test_torch_compile_with_backend_numadist(numa_pair):
     numa_pair.run(check_compile_backend)
+
+
+def check_different_shapes(rank, world):
+    import numadist
+    from numadist import models
+
+    ids = torch.arange(8 + rank)[None]
+    with pytest.raises(numadist.ShardError, match="planned another graph than rank 0"):
+        numadist.shard(models.build("gpt2-tiny"), {"input_ids": ids, "use_cache": False, "logits_to_keep": 1})
+
+
+def test_ranks_with_different_shapes_are_told_before_weights_are_loaded(group):
+    group.run(check_different_shapes)
+
+
+def check_schema_from_file(rank, world, path):
+    """A schema edited by hand: the attention of layer 0 stays whole."""
+    import numadist
+    from numadist import models
+
+    model, inputs = (
+        models.build("gpt2-tiny"),
+        {"input_ids": torch.arange(8)[None], "use_cache": False, "logits_to_keep": 1},
+    )
+    first = numadist.shard(model, inputs)
+    edited = numadist.Schema.from_json(first.schema.to_json())
+    edited.blocks = [b for b in edited.blocks if b.module != "transformer.h.0.attn"]
+    if rank == 0:
+        edited.save(path)
+    torch.distributed.barrier()
+    again = numadist.shard(model, inputs, schema=numadist.Schema.load(path))
+    assert again.local_bytes > first.local_bytes
+    with torch.no_grad():
+        error = (again(**inputs).logits - model(**inputs).logits).abs().max().item()
+    assert error < 1e-5
+
+
+def test_an_edited_schema_is_followed(numa_pair, tmp_path):
+    numa_pair.run(check_schema_from_file, str(tmp_path / "schema.json"))
