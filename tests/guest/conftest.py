@@ -26,7 +26,7 @@ REPO = Path(__file__).resolve().parents[2]
 CHECKS = Path(__file__).resolve().parent / "checks"
 BOOT = REPO.parent / "shared" / "tools" / "numa-vm.sh"
 NEEDED = ("qemu-system-x86_64", "busybox", "cpio", "modprobe")
-CHECK_LIMIT_S = 280
+CHECK_LIMIT_S = 400
 BOOT_LIMIT_S = 900
 
 MACHINES = {

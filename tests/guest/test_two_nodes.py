@@ -69,3 +69,12 @@ def test_clone_puts_every_page_on_the_node_it_names(two_nodes):
     for rank, seen in two_nodes["sharded_rank"].by_rank.items():
         for node, pages in seen["clone_pages"].items():
             assert pages.keys() == {node}, f"rank {rank}: clone to node {node} has pages on {pages}"
+
+
+def test_the_loader_does_not_leave_weights_in_another_nodes_page_cache(two_nodes):
+    check = two_nodes["page_cache"]
+    assert check.exit_code == 0, check.stderr
+    seen = check.only
+    assert seen["mapped"].keys() == {"1"}, "the trap is not set: a mapped file stays where it was read first"
+    assert seen["loaded"].keys() == {"0"}, f"loaded weights are on {seen['loaded']}"
+    assert seen["right"]
