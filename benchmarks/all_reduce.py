@@ -1,122 +1,229 @@
-"""Latency of all_reduce through torch.distributed: ours against Gloo, in the same processes.
+"""Latency of all_reduce: ours in three ways, Gloo, and MPI where installed, in one interleaved run.
 
     python benchmarks/all_reduce.py --ranks 2 --json out.json
+    python benchmarks/all_reduce.py --mpi openmpi=ENV/bin --mpi mpich=ENV2/bin --plot out.png
 
-Both systems are called by dist.all_reduce on groups of the same ranks, one thread a rank. For each size and
-dtype blocks of calls alternate (ours, gloo, ours, gloo, ...), so that a change of the machine hits both alike.
-Before each block all ranks meet in a barrier; between calls the tensor is written, as a model would. Times are
-rank 0's.
+Systems: numadist-core (the C function by ctypes), numadist (dist.all_reduce), numadist-compiled (our operator in a
+compiled graph, less the same graph without it), gloo (dist.all_reduce), and with --mpi NAME=DIR an MPI whose
+environment DIR holds mpiexec and a python with mpi4py and numpy. memcpy copies as many bytes in every rank at
+once: what the machine allows.
+
+One thread a rank, ranks pinned to a CPU each while there are enough. For each size and dtype short blocks of calls
+alternate between the systems, so that a change of the machine hits all alike; who is not measured sleeps. Within
+a block every call starts from a barrier and the tensor is written before it, as a model would. Times are rank 0's.
 """
 
 import argparse
 import json
 import os
+import signal
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
-import time
+from pathlib import Path
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
+HERE = Path(__file__).resolve().parent
 SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]
-DTYPES = [torch.float32, torch.bfloat16]
-SYSTEMS = ["numadist", "gloo"]
-BACKENDS = {"numadist": "numa", "gloo": "gloo"}
+DTYPES = ["float32", "bfloat16"]
+TORCH_SYSTEMS = ["memcpy", "numadist-core", "numadist", "numadist-compiled", "gloo"]
 NUM_BLOCKS = 8
-BLOCK_S = 0.06  # aim of one block of calls
+BLOCK_S = 0.05  # aim of one block of calls
 
 
-def time_block(group: dist.ProcessGroup, x: torch.Tensor, num_calls: int) -> list[float]:
-    """Seconds of each of num_calls all_reduces; x is written between them."""
-    seconds = []
-    dist.barrier(group)
-    for _ in range(num_calls):
-        x.fill_(1.0)
-        begin = time.perf_counter()
-        dist.all_reduce(x, group=group)
-        seconds.append(time.perf_counter() - begin)
-    return seconds
+class Workers:
+    """The ranks of one environment; they sleep in recv until told to run a block."""
+
+    def __init__(self, name: str, systems: list[str], ranks: int, folder: str, command: list[str], env: dict):
+        self.name, self.systems = name, systems
+        path = os.path.join(folder, f"{name}.socket")
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path)
+            server.listen(ranks)
+            server.settimeout(60)
+            # A session of its own: mpiexec's ranks end with it.
+            self.process = subprocess.Popen([*command, path], env=env, start_new_session=True)
+            files = [server.accept()[0].makefile("rw") for _ in range(ranks)]
+        self.by_rank = {int(file.readline()): file for file in files}
+
+    def run(self, system: str, num_bytes: int, dtype: str, calls: int) -> list[float] | None:
+        """Seconds of each call on rank 0; None if this system cannot do it."""
+        job = json.dumps({"system": system, "bytes": num_bytes, "dtype": dtype, "calls": calls})
+        for file in self.by_rank.values():
+            file.write(job + "\n")
+            file.flush()
+        answers = {rank: json.loads(file.readline()) for rank, file in self.by_rank.items()}
+        return answers[0]
+
+    def close(self) -> None:
+        for file in self.by_rank.values():
+            file.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def calls_per_block(group: dist.ProcessGroup, x: torch.Tensor) -> int:
-    """As many as fit BLOCK_S; rank 0 decides for all."""
-    time_block(group, x, 3)
-    median = statistics.median(time_block(group, x, 5))
-    count = torch.tensor([max(3, min(2000, int(BLOCK_S / median)))])
-    dist.broadcast(count, src=0, group=group)
-    return int(count.item())
+def start_workers(args: argparse.Namespace, folder: str) -> list[Workers]:
+    ranks = str(args.ranks)
+    command = [sys.executable, str(HERE / "all_reduce_torch.py"), ranks, os.path.join(folder, "store")]
+    systems = [name for name in TORCH_SYSTEMS if args.systems is None or name in args.systems]
+    workers = [Workers("torch", systems, args.ranks, folder, command, dict(os.environ))]
+    for entry in args.mpi:
+        name, directory = entry.split("=", 1)
+        env = {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+        env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+        if args.ranks > len(os.sched_getaffinity(0)):
+            env["PRTE_MCA_rmaps_default_mapping_policy"] = "slot:oversubscribe"
+        command = [
+            f"{directory}/mpiexec",
+            "-n",
+            ranks,
+            f"{directory}/python",
+            str(HERE / "all_reduce_mpi.py"),
+        ]
+        workers.append(Workers(name, [name], args.ranks, folder, command, env))
+    return workers
 
 
-def measure(groups: dict[str, dist.ProcessGroup], num_bytes: int, dtype: torch.dtype) -> list[dict]:
+def measure(workers: list[Workers], num_bytes: int, dtype: str, ranks: int) -> list[dict]:
     """One row a system; `blocks_us` are the medians of its blocks, which show the spread."""
-    x = torch.ones(num_bytes // dtype.itemsize, dtype=dtype)
-    counts = {name: calls_per_block(group, x) for name, group in groups.items()}
-    blocks: dict[str, list[list[float]]] = {name: [] for name in groups}
+    turns = [(w, system) for w in workers for system in w.systems]
+    calls, blocks = {}, {}
+    for w, system in turns:
+        first = w.run(system, num_bytes, dtype, 5)
+        if first is not None:
+            calls[system] = max(3, min(1000, int(BLOCK_S / statistics.median(first))))
+            blocks[system] = []
     for _ in range(NUM_BLOCKS):
-        for name, group in groups.items():
-            blocks[name].append(time_block(group, x, counts[name]))
-    rows = []
-    for name in groups:
-        times = sorted(t for block in blocks[name] for t in block)
-        rows.append(
-            {
-                "system": name,
-                "bytes": num_bytes,
-                "dtype": str(dtype).removeprefix("torch."),
-                "ranks": dist.get_world_size(),
-                "median_us": round(statistics.median(times) * 1e6, 2),
-                "p99_us": round(times[int(0.99 * (len(times) - 1))] * 1e6, 2),
-                "calls": len(times),
-                "blocks_us": [round(statistics.median(block) * 1e6, 2) for block in blocks[name]],
-            }
+        for w, system in turns:
+            if system in blocks:
+                blocks[system].append(w.run(system, num_bytes, dtype, calls[system]))
+    return [row_of(system, num_bytes, dtype, ranks, found) for system, found in blocks.items()]
+
+
+def row_of(system: str, num_bytes: int, dtype: str, ranks: int, blocks: list[list[float]]) -> dict:
+    times = sorted(t for block in blocks for t in block)
+    median = statistics.median(times)
+    return {
+        "system": system,
+        "bytes": num_bytes,
+        "dtype": dtype,
+        "ranks": ranks,
+        "median_us": round(median * 1e6, 2),
+        "p99_us": round(times[int(0.99 * (len(times) - 1))] * 1e6, 2),
+        # Bus bandwidth: what a ring would have to move over its slowest link.
+        "bus_gb_per_s": round(2 * (ranks - 1) / ranks * num_bytes / median / 1e9, 3),
+        "calls": len(times),
+        "blocks_us": [round(statistics.median(block) * 1e6, 2) for block in blocks],
+    }
+
+
+def print_table(rows: list[dict], heading: bool) -> None:
+    """A line of medians; behind the best rival its ratio to the core, and the range of the blocks' ratios."""
+    if heading:
+        print(
+            f"{'dtype':>9} {'size':>10}"
+            + "".join(f"{row['system']:>18}" for row in rows)
+            + "   best rival / ours"
         )
-    return rows
+    cells = f"{rows[0]['dtype']:>9} {rows[0]['bytes'] >> 10:>6} KiB"
+    cells += "".join(f"{row['median_us']:>18.1f}" for row in rows)
+    print(f"{cells}   {rival_of(rows)}", flush=True)
 
 
-def run_rank(rank: int, args: argparse.Namespace, store_path: str) -> None:
-    torch.set_num_threads(1)
-    cpus = sorted(os.sched_getaffinity(0))
-    if args.ranks <= len(cpus):
-        os.sched_setaffinity(0, {cpus[rank]})
-    store = dist.FileStore(store_path, args.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
-    groups = {name: dist.new_group(backend=BACKENDS[name]) for name in SYSTEMS}
-    rows = []
-    for dtype in DTYPES:
-        for num_bytes in args.sizes:
-            found = measure(groups, num_bytes, dtype)
-            rows += found
-            if rank == 0:
-                print(line_of(found), flush=True)
-    if rank == 0 and args.json:
-        with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
-    dist.destroy_process_group()
+def rival_of(rows: list[dict]) -> str:
+    """E.g. `4.5x openmpi (4.2 - 4.6)`."""
+    ours = next((row for row in rows if row["system"] in ("numadist-core", "numadist")), None)
+    rivals = [row for row in rows if not row["system"].startswith(("numadist", "memcpy"))]
+    if ours is None or not rivals:
+        return ""
+    best = min(rivals, key=lambda row: row["median_us"])
+    ratios = [b / o for o, b in zip(ours["blocks_us"], best["blocks_us"], strict=True)]
+    ratio = best["median_us"] / ours["median_us"]
+    return f"{ratio:.1f}x {best['system']} ({min(ratios):.1f} - {max(ratios):.1f})"
 
 
-def line_of(rows: list[dict]) -> str:
-    """One line of the table: the ratio is gloo's median over ours, its spread that of neighbouring blocks."""
-    ours, gloo = rows
-    ratios = [g / o for o, g in zip(ours["blocks_us"], gloo["blocks_us"], strict=True)]
-    cells = [f"{ours['dtype']:>9} {ours['bytes'] >> 10:>6} KiB"]
-    cells += [f"{row['median_us']:>10.1f} {row['p99_us']:>10.1f}" for row in rows]
-    cells.append(f"{gloo['median_us'] / ours['median_us']:>7.1f}x ({min(ratios):.1f} - {max(ratios):.1f})")
-    return "  ".join(cells)
+def markdown(rows: list[dict]) -> str:
+    """The run as a document: how it was made, then a table a dtype."""
+    cpu = next(
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    )
+    load = " ".join(Path("/proc/loadavg").read_text().split()[:3])
+    lines = [
+        f"# all_reduce, {rows[0]['ranks']} ranks",
+        "",
+        f"Made by `python benchmarks/all_reduce.py {' '.join(sys.argv[1:])}`",
+        f"on {cpu}, {len(os.sched_getaffinity(0))} CPUs, Linux {os.uname().release}, load {load} at the end.",
+        "",
+        f"Microseconds per call: median (99th percentile), {NUM_BLOCKS} interleaved blocks of 3 to 1000 calls a "
+        "system. Last column: the best of the others over numadist-core, and its range over the blocks.",
+    ]
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        mine = [row for row in rows if row["dtype"] == dtype]
+        systems = list(dict.fromkeys(row["system"] for row in mine))
+        lines += ["", f"## {dtype}", "", f"| bytes | {' | '.join(systems)} | best other / core |"]
+        lines.append("|" + "---|" * (len(systems) + 2))
+        for size in dict.fromkeys(row["bytes"] for row in mine):
+            found = {row["system"]: row for row in mine if row["bytes"] == size}
+            cells = [
+                f"{found[s]['median_us']:.1f} ({found[s]['p99_us']:.0f})" if s in found else ""
+                for s in systems
+            ]
+            lines.append(f"| {size} | {' | '.join(cells)} | {rival_of(list(found.values()))} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: list[dict], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(DTYPES), figsize=(12, 5), sharey=True)
+    for axis, dtype in zip(axes, DTYPES, strict=True):
+        for system in dict.fromkeys(row["system"] for row in rows):
+            mine = [row for row in rows if row["system"] == system and row["dtype"] == dtype]
+            axis.loglog(
+                [row["bytes"] for row in mine], [row["median_us"] for row in mine], marker="o", label=system
+            )
+        axis.set(title=f"all_reduce, {dtype}, {rows[0]['ranks']} ranks", xlabel="bytes", ylabel="median us")
+        axis.grid(visible=True, which="both", alpha=0.3)
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--markdown", help="write a table to this file")
+    parser.add_argument("--plot", help="draw the rows to this file (needs matplotlib)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
+    parser.add_argument("--systems", nargs="+", choices=TORCH_SYSTEMS, help="default: all")
+    parser.add_argument("--mpi", action="append", default=[], metavar="NAME=DIR", help="may be repeated")
     args = parser.parse_args()
-    print(f"all_reduce, {args.ranks} ranks, torch {torch.__version__}, us per call (median, p99)")
-    print(
-        f"{'dtype':>9} {'size':>10}  {'numadist':>10} {'p99':>10}  {'gloo':>10} {'p99':>10}  ratio (blocks)"
-    )
+    rows: list[dict] = []
+    print(f"all_reduce, {args.ranks} ranks, median us per call")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (args, os.path.join(folder, "store")), nprocs=args.ranks)
+        workers = start_workers(args, folder)
+        for dtype in DTYPES:
+            for num_bytes in args.sizes:
+                found = measure(workers, num_bytes, dtype, args.ranks)
+                print_table(found, heading=not rows or rows[-1]["dtype"] != dtype)
+                rows += found
+        for w in workers:
+            w.close()
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1))
+    if args.markdown:
+        Path(args.markdown).write_text(markdown(rows))
+    if args.plot:
+        plot(rows, args.plot)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 4
+#define ND_ABI_VERSION 5
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_NODE_WORDS 16 /* a set of memory nodes: 1024 bits */
@@ -159,6 +159,11 @@ ND_API size_t nd_segment_bytes(int world);
 
 ND_API int nd_group_open(int fd, int rank, int world, uint64_t nonce, const NdOptions* options,
                          NdGroup** out);
+/* The same in two steps, for ranks that are threads of one process and share a mapping (so that a thread
+ * sanitizer sees who waits for whom). The segment is unmapped by nd_unmap(segment, nd_segment_bytes(world)).
+ */
+ND_API int nd_segment_map(int fd, int world, uint64_t nonce, void** segment);
+ND_API int nd_group_open_mapped(void* segment, int rank, int world, const NdOptions* options, NdGroup** out);
 /* Wait until every rank has opened; from here on peers are watched. */
 ND_API int nd_group_connect(NdGroup* group);
 /* Release everything; NULL is allowed. Peers that still wait for this rank see -EOWNERDEAD. */

@@ -79,8 +79,9 @@ int nd_segment_create(int world, uint64_t nonce, const NdTuning* tuning, const u
   return rc;
 }
 
-// Check that fd is a segment made for exactly this group, and map it.
-static int map_segment(int fd, int world, uint64_t nonce, size_t bytes, Header** out) {
+int nd_segment_map(int fd, int world, uint64_t nonce, void** out) {
+  if (world < 1 || world > ND_MAX_WORLD) return -EINVAL;
+  const size_t bytes = nd_segment_bytes(world);
   struct stat st;
   if (fstat(fd, &st) != 0) return -errno;
   if (static_cast<size_t>(st.st_size) != bytes) return -EPROTO;
@@ -94,7 +95,7 @@ static int map_segment(int fd, int world, uint64_t nonce, size_t bytes, Header**
   // A forked child must not move this rank's flags; it has no use for the pages.
   const int rc = !ours ? -EPROTO : madvise(addr, bytes, MADV_DONTFORK) != 0 ? -errno : 0;
   if (rc != 0) munmap(addr, bytes);
-  *out = header;
+  *out = addr;
   return rc;
 }
 
@@ -125,15 +126,23 @@ static size_t handle_bytes(const NdGroup* g) {
 }
 
 int nd_group_open(int fd, int rank, int world, uint64_t nonce, const NdOptions* options, NdGroup** out) {
+  void* segment = nullptr;
+  if (rank < 0 || rank >= world) return -EINVAL;
+  if (const int rc = nd_segment_map(fd, world, nonce, &segment)) return rc;
+  const int rc = nd_group_open_mapped(segment, rank, world, options, out);
+  if (rc == 0)
+    (*out)->owns_segment = true;
+  else
+    munmap(segment, nd_segment_bytes(world));
+  return rc;
+}
+
+int nd_group_open_mapped(void* segment, int rank, int world, const NdOptions* options, NdGroup** out) {
   if (world < 1 || world > ND_MAX_WORLD || rank < 0 || rank >= world) return -EINVAL;
-  Header* header = nullptr;
+  auto* header = static_cast<Header*>(segment);
   const size_t bytes = nd_segment_bytes(world);
-  if (const int rc = map_segment(fd, world, nonce, bytes, &header)) return rc;
   NdGroup* g = nullptr;
-  if (const int rc = map_handle(world, &g)) {
-    munmap(header, bytes);
-    return rc;
-  }
+  if (const int rc = map_handle(world, &g)) return rc;
   g->header = header;
   g->parts = parts_of(header);
   g->channels = channels_of(header, world);
@@ -143,14 +152,17 @@ int nd_group_open(int fd, int rank, int world, uint64_t nonce, const NdOptions* 
   g->options = *options;
   Identity& me = g->parts[rank].control.identity;
   uint32_t expected = kEmpty;
+  if (!me.state.compare_exchange_strong(expected, kOpening, std::memory_order_relaxed)) {
+    g->is_rank = false;
+    nd_group_close(g);
+    return -EEXIST;
+  }
+  g->is_rank = true;
   me.pid = getpid();
   me.start_time = start_time_of(me.pid);
   sched_getaffinity(0, sizeof me.cpus, reinterpret_cast<cpu_set_t*>(me.cpus));
   // release: peers read pid, start time and affinity after they acquired the state.
-  if (!me.state.compare_exchange_strong(expected, kOpened, std::memory_order_release)) {
-    nd_group_close(g);
-    return -EEXIST;
-  }
+  me.state.store(kOpened, std::memory_order_release);
   int rc = open_mail(*g);
   if (rc == 0) rc = open_queue(*g);
   if (rc != 0)
@@ -177,7 +189,7 @@ int nd_group_connect(NdGroup* group) {
   uint64_t cpus[16] = {};
   for (int p = 0; p < g.world; ++p) {
     Identity& id = g.parts[p].control.identity;
-    while (id.state.load(std::memory_order_acquire) == kEmpty) {
+    while (id.state.load(std::memory_order_acquire) < kOpened) {
       if (g.header->abort.load(std::memory_order_acquire) != kRunning) return adopt_abort(g);
       if (now_ns() >= deadline) return fail_call(g, -ETIMEDOUT, p, NdCall{});
       // Processes may be seconds apart here, and must not starve the one that serves the store.
@@ -200,11 +212,10 @@ int nd_group_close(NdGroup* g) {
   close_queue(*g);
   close_mail(*g);
   Identity& me = g->parts[g->rank].control.identity;
-  uint32_t opened = kOpened;
-  if (me.pid == getpid()) me.state.compare_exchange_strong(opened, kClosed, std::memory_order_release);
+  if (g->is_rank) me.state.store(kClosed, std::memory_order_release);
   for (int r = 0; r < g->world; ++r)
     if (g->pidfds[r] >= 0) close(g->pidfds[r]);
-  munmap(g->header, g->bytes);
+  if (g->owns_segment) munmap(g->header, g->bytes);
   g->mutex->~mutex();
   g->report_mutex->~mutex();
   munmap(g, handle_bytes(g));

@@ -48,7 +48,7 @@ struct alignas(kLine) Flag {
   CallWords call[2];
 };
 
-enum State : uint32_t { kEmpty = 0, kOpened = 1, kClosed = 2 };
+enum State : uint32_t { kEmpty = 0, kOpening = 1, kOpened = 2, kClosed = 3 };
 
 struct alignas(kLine) Identity {
   std::atomic<uint32_t> state;
@@ -104,6 +104,8 @@ struct NdGroup {
   nd::Header* header;
   nd::Part* parts;
   size_t bytes;
+  bool owns_segment;
+  bool is_rank;  // not so when another handle was this rank already
   int rank;
   int world;
   NdOptions options;

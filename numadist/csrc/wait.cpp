@@ -73,7 +73,7 @@ int check_wait(NdGroup& g, int peer, uint64_t seq, uint64_t now) {
 void note_peers(NdGroup& g, const NdReport& report) {
   const bool one_peer = report.mine.coll == ND_SEND || report.mine.coll == ND_RECV;
   for (int p = 0; p < g.world; ++p) {
-    const bool joined = g.parts[p].control.identity.state.load(std::memory_order_acquire) != kEmpty;
+    const bool joined = g.parts[p].control.identity.state.load(std::memory_order_acquire) >= kOpened;
     const bool here = one_peer ? p != report.peer : joined && has_arrived(g, p, g.awaited);
     g.peer_state[p] = p == g.rank || here ? 1 : (is_gone(g, p) ? -1 : 0);
   }
@@ -126,7 +126,11 @@ int fail(NdGroup& g, const NdReport& report) {
   if (known != 0) return known;  // another thread of this rank was first
   g.report = report;
   g.report.reporter = g.rank;
-  g.report.peer_pid = report.peer >= 0 ? g.parts[report.peer].control.identity.pid : 0;
+  g.report.peer_pid = 0;
+  if (report.peer >= 0) {
+    const Identity& peer = g.parts[report.peer].control.identity;
+    if (peer.state.load(std::memory_order_acquire) >= kOpened) g.report.peer_pid = peer.pid;
+  }
   note_peers(g, g.report);
   uint32_t expected = kRunning;
   // acq_rel: the first reporter owns the report; release below makes it readable.

@@ -27,11 +27,13 @@ from torch.testing._internal.distributed import distributed_test as suite
 pytestmark = [pytest.mark.mp, pytest.mark.conformance]
 
 # Test -> why it cannot pass. Everything gloo passes and that is not named here must pass.
-DIFFERENT: dict[str, str] = {}
+DIFFERENT = {
+    "test_get_backend": "compares the group's backend with the name of the tested one, which is gloo here"
+}
 
 
 def stand_in_for_gloo():
-    """In a rank's process: calls that name gloo make groups of backend numa, which call themselves gloo."""
+    """In a rank's process: calls that name gloo make groups of backend numa."""
 
     def renamed(function):
         @functools.wraps(function)
@@ -42,7 +44,7 @@ def stand_in_for_gloo():
 
         return call
 
-    get_backend = dist.get_backend
+    get_backend = distributed_c10d.get_backend
 
     @functools.wraps(get_backend)
     def as_gloo(group=None):
@@ -51,12 +53,13 @@ def stand_in_for_gloo():
 
     dist.init_process_group = renamed(dist.init_process_group)
     dist.new_group = renamed(dist.new_group)
-    dist.get_backend = distributed_c10d.get_backend = as_gloo
+    # Only torch's own look at the name, which keeps monitored_barrier to gloo; the tests see the true one.
+    distributed_c10d.get_backend = as_gloo
 
 
 class TestNuma(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
     def setUp(self):
-        if reason := DIFFERENT.get(self._testMethodName):
+        if TESTED != "gloo" and (reason := DIFFERENT.get(self._testMethodName)):
             self.skipTest(reason)
         super().setUp()
         # Forked: the suite and torch are imported once, not once a rank and test.

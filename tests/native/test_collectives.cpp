@@ -157,6 +157,54 @@ void all_to_all(const Round& r) {
   }
 }
 
+// y = sum + bias + residual on rows; integers small enough to be exact in f32. A norm is only compared with
+// the sum's own.
+void all_reduce_fused(const Round& r) {
+  const size_t cols = 1 + r.count % 700, rows = r.count / cols;
+  Buffer x(rows * cols * 4, r.offset), residual(rows * cols * 4, 64 - r.offset),
+      out(rows * cols * 4, r.offset);
+  std::vector<float> bias(cols);
+  for (size_t i = 0; i < rows * cols; ++i) {
+    x.as<float>()[i] = static_cast<float>(value(r.number, r.rank, i));
+    residual.as<float>()[i] = static_cast<float>(value(r.number + 1, 0, i));
+  }
+  for (size_t i = 0; i < cols; ++i) bias[i] = static_cast<float>(i % 5);
+  NdEpilogue e{};
+  e.cols = cols;
+  e.bias = bias.data();
+  e.residual = residual.data();
+  e.norm = r.number % 2 ? ND_RMS_NORM : ND_NO_NORM;
+  CHECK_EQ(nd_all_reduce_fused(r.group, x.data(), out.data(), rows, ND_F32, &e), 0, "round %d", r.number);
+  for (size_t i = 0; i < rows * cols; ++i) {
+    const size_t wanted =
+        static_cast<size_t>(sum_of_values(r.number, r.world, i) + value(r.number + 1, 0, i)) + i % cols % 5;
+    CHECK_EQ(residual.as<float>()[i], wanted, "rank %d round %d element %zu of %zu x %zu", r.rank, r.number,
+             i, rows, cols);
+    if (e.norm == ND_NO_NORM)
+      CHECK_EQ(out.as<float>()[i], wanted, "rank %d round %d element %zu", r.rank, r.number, i);
+  }
+  out.check_guards("fused");
+  residual.check_guards("fused");
+}
+
+// Ranks are threads here, so a region is just memory that all can address.
+std::vector<char> region;
+
+void all_reduce_shared(const Round& r) {
+  const size_t stride = r.count * 4;
+  if (r.rank == 0) region.assign(stride * static_cast<size_t>(r.world), 0);
+  CHECK_EQ(nd_barrier(r.group), 0, "round %d", r.number);
+  std::vector<void*> bufs;
+  for (int p = 0; p < r.world; ++p) bufs.push_back(region.data() + stride * static_cast<size_t>(p));
+  auto* mine = static_cast<int32_t*>(bufs[r.rank]);
+  for (size_t i = 0; i < r.count; ++i) mine[i] = value(r.number, r.rank, i);
+  CHECK_EQ(nd_all_reduce_shared(r.group, bufs.data(), r.count, ND_I32, ND_SUM, 5), 0, "round %d", r.number);
+  for (size_t i = 0; i < r.count; ++i)
+    CHECK_EQ(mine[i], sum_of_values(r.number, r.world, i), "rank %d round %d element %zu", r.rank, r.number,
+             i);
+  CHECK_EQ(nd_barrier(r.group), 0, "round %d", r.number);
+}
+
 void run_round(const Round& r, unsigned kind) {
   switch (kind) {
     case 0:
@@ -175,6 +223,10 @@ void run_round(const Round& r, unsigned kind) {
       return reduce(r);
     case 7:
       return all_to_all(r);
+    case 9:
+      return all_reduce_fused(r);
+    case 10:
+      return all_reduce_shared(r);
     case 8:
       CHECK_EQ(nd_barrier(r.group), 0, "round %d", r.number);
       return;
@@ -192,7 +244,7 @@ int main(int argc, char** argv) {
   run_ranks(world, [&](int rank, NdGroup* group) {
     std::mt19937 plan(seed), delays(seed + 1 + static_cast<unsigned>(rank));
     for (int n = 0; n < rounds; ++n) {
-      const unsigned kind = plan() % 13;
+      const unsigned kind = plan() % 15;
       const size_t count = pick_bytes(plan) / 4, offset = plan() % 16 * 4;
       const int root = static_cast<int>(plan() % static_cast<unsigned>(world));
       dawdle(delays);
