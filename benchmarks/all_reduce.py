@@ -145,8 +145,9 @@ def rival_of(rows: list[dict]) -> str:
     return f"{ratio:.1f}x {best['system']} ({min(ratios):.1f} - {max(ratios):.1f})"
 
 
-def markdown(rows: list[dict]) -> str:
-    """The run as a document: how it was made, then a table a dtype."""
+def markdown(rows: list[dict], args: argparse.Namespace) -> str:
+    """The run as a document: how it was made (without this machine's paths), then a table a dtype."""
+    words = ["--ranks", str(args.ranks), *(f"--mpi {entry.split('=')[0]}=DIR" for entry in args.mpi)]
     cpu = next(
         line.split(":")[1].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -156,7 +157,7 @@ def markdown(rows: list[dict]) -> str:
     lines = [
         f"# all_reduce, {rows[0]['ranks']} ranks",
         "",
-        f"Made by `python benchmarks/all_reduce.py {' '.join(sys.argv[1:])}`",
+        f"Made by `python benchmarks/all_reduce.py {' '.join(words)}`",
         f"on {cpu}, {len(os.sched_getaffinity(0))} CPUs, Linux {os.uname().release}, load {load} at the end.",
         "",
         f"Microseconds per call: median (99th percentile), {NUM_BLOCKS} interleaved blocks of 3 to 1000 calls a "
@@ -221,7 +222,7 @@ def main() -> None:
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1))
     if args.markdown:
-        Path(args.markdown).write_text(markdown(rows))
+        Path(args.markdown).write_text(markdown(rows, args))
     if args.plot:
         plot(rows, args.plot)
 
