@@ -13,9 +13,10 @@ from pathlib import Path
 
 from numadist.errors import NativeError
 
-ABI_VERSION = 5  # ND_ABI_VERSION
+ABI_VERSION = 6  # ND_ABI_VERSION
 MAX_WORLD = 512  # ND_MAX_WORLD
 NODE_WORDS = 16  # ND_NODE_WORDS
+HISTORY = 16  # ND_HISTORY
 
 
 class Dtype(enum.IntEnum):
@@ -163,6 +164,7 @@ _GROUP_FUNCTIONS: dict[str, list] = {
     "nd_group_abort": [],
     "nd_group_report": [POINTER(Report)],
     "nd_group_peers": [POINTER(ctypes.c_int8)],
+    "nd_group_history": [POINTER(Call)],
     "nd_group_stats": [c_int, POINTER(Stats)],
     "nd_all_reduce_fused": [_PTR, _PTR, c_size_t, c_int, POINTER(Epilogue)],
     "nd_all_reduce_shared": [_PTRS, c_size_t, c_int, c_int, c_int32],
@@ -378,6 +380,13 @@ def group_peers(handle: int, world: int) -> list[int]:
     state = (ctypes.c_int8 * world)()
     check(lib.nd_group_peers(handle, state), "read the peers of a group")
     return list(state)
+
+
+def group_history(handle: int) -> list[Call]:
+    """The last calls of this rank, oldest first."""
+    calls = (Call * HISTORY)()
+    count = lib.nd_group_history(handle, calls)
+    return list(calls[: max(count, 0)])
 
 
 def group_stats(handle: int, reset: bool) -> Stats:

@@ -8,6 +8,7 @@ from numadist._native import Call, Coll, Op
 from numadist.comm.dtypes import NAMES
 from numadist.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost
 
+_SHOWN_CALLS = 4
 _REDUCING = {Coll.ALL_REDUCE, Coll.REDUCE_SCATTER, Coll.REDUCE, Coll.ALL_REDUCE_FUSED, Coll.ALL_REDUCE_SHARED}
 # What a call's `root` says.
 _ROOT_IS = dict.fromkeys((Coll.BROADCAST, Coll.SCATTER, Coll.GATHER, Coll.REDUCE), "root") | {
@@ -38,6 +39,12 @@ def _missing(handle: int, world: int, joined: bool) -> str:
     return ", ".join(late) or "nobody any more"
 
 
+def _before(handle: int) -> str:
+    """The calls this rank made before the one that failed."""
+    calls = [describe(call) for call in _native.group_history(handle)[:-1][-_SHOWN_CALLS:]]
+    return f" Calls before it on this rank: {', '.join(calls)}." if calls else ""
+
+
 def error_of(handle: int, code: int, name: str, rank: int, world: int, timeout_s: float) -> CommError:
     """The exception for a negative code of a collective on a group."""
     if code == -errno.ECHILD:
@@ -55,6 +62,7 @@ def error_of(handle: int, code: int, name: str, rank: int, world: int, timeout_s
         return CollectiveTimeout(
             f"rank {rank}: {where}: not arrived within {timeout_s:g} s: {missing}{seen_by}. "
             f"Look what these ranks do (py-spy dump --pid), or raise the timeout of init_process_group."
+            f"{_before(handle)}"
         )
     if code == -errno.EOWNERDEAD:
         return PeerLost(
@@ -65,7 +73,7 @@ def error_of(handle: int, code: int, name: str, rank: int, world: int, timeout_s
         return CollectiveMismatch(
             f"group {name!r}, collective {report.seq}: rank {report.reporter} called {mine}, "
             f"rank {report.peer} called {describe(report.theirs)}. "
-            f"All ranks must make the same calls in the same order."
+            f"All ranks must make the same calls in the same order.{_before(handle)}"
         )
     if code == -errno.ECANCELED:
         return CommError(f"rank {rank}: group {name!r} was aborted by rank {report.reporter}.")

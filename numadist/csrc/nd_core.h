@@ -24,9 +24,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 5
+#define ND_ABI_VERSION 6
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
+#define ND_HISTORY 16
 #define ND_NODE_WORDS 16 /* a set of memory nodes: 1024 bits */
 
 #ifdef __cplusplus
@@ -174,6 +175,8 @@ ND_API int nd_group_abort(NdGroup* group);
 ND_API int nd_group_report(NdGroup* group, NdReport* out);
 /* state[r]: 1 arrived at the collective of the report, 0 not arrived but alive, -1 dead or gone. */
 ND_API int nd_group_peers(NdGroup* group, int8_t* state);
+/* The last collectives this rank entered, oldest first; returns how many, at most ND_HISTORY. */
+ND_API int nd_group_history(NdGroup* group, NdCall calls[ND_HISTORY]);
 ND_API int nd_group_stats(NdGroup* group, int reset, NdStats* out);
 
 /* ==== collectives: what each rank passes and gets ==== */

@@ -56,6 +56,7 @@ class Scope {
     g_.deadline_ns = begin_ns_ + g_.options.timeout_ns;
     g_.call = NdCall{
         static_cast<uint8_t>(coll), static_cast<uint8_t>(op), static_cast<uint8_t>(dtype), 0, root, bytes};
+    g_.history[(g_.num_colls + 1) % ND_HISTORY] = g_.call;
     CallWords& words = g_.parts[g_.rank].control.flag.call[++g_.num_colls & 1];
     uint64_t what;
     memcpy(&what, &g_.call, sizeof what);

@@ -254,6 +254,14 @@ int nd_group_peers(NdGroup* g, int8_t* state) {
   return 0;
 }
 
+int nd_group_history(NdGroup* g, NdCall calls[ND_HISTORY]) {
+  if (g->magic != kMagic) return -ECHILD;
+  const std::lock_guard<std::mutex> lock(*g->mutex);
+  const uint64_t last = g->num_colls, count = last < ND_HISTORY ? last : ND_HISTORY;
+  for (uint64_t i = 0; i < count; ++i) calls[i] = g->history[(last - count + 1 + i) % ND_HISTORY];
+  return static_cast<int>(count);
+}
+
 int nd_group_stats(NdGroup* g, int reset, NdStats* out) {
   if (g->magic != kMagic) return -ECHILD;
   const std::lock_guard<std::mutex> lock(*g->mutex);

@@ -114,14 +114,15 @@ struct NdGroup {
   nd::Channel* channels;     // [to][from]
   nd::Mail* mail;
   nd::Queue* queue;
-  int* pidfds;              // -1: this very process, or not connected yet
-  uint64_t seq;             // events I published
-  uint64_t num_swaps;       // chunks that went through swap slots
-  uint64_t num_colls;       // collectives entered; names the collective in reports
-  uint64_t deadline_ns;     // of the running collective
-  uint64_t awaited;         // the event waited for last; peers that lack it are named in a report
-  NdCall call;              // the running collective
-  std::atomic<int> failed;  // sticky code
+  int* pidfds;                 // -1: this very process, or not connected yet
+  uint64_t seq;                // events I published
+  uint64_t num_swaps;          // chunks that went through swap slots
+  uint64_t num_colls;          // collectives entered; names the collective in reports
+  uint64_t deadline_ns;        // of the running collective
+  uint64_t awaited;            // the event waited for last; peers that lack it are named in a report
+  NdCall call;                 // the running collective
+  NdCall history[ND_HISTORY];  // collective n at [n % ND_HISTORY]
+  std::atomic<int> failed;     // sticky code
   NdReport report;
   int8_t* peer_state;  // of the report
   NdStats stats;

@@ -178,3 +178,49 @@ def use_destroyed_group(rank, world):
 def test_destroyed_group_says_so():
     with ranks(2) as pool:
         pool.run(use_destroyed_group)
+
+
+def abort_while_the_other_waits(rank, world):
+    group = dist.new_group()
+    if rank == 1:
+        group.abort()
+    try:
+        while True:
+            dist.barrier(group)
+    except CommError as error:
+        return str(error)
+
+
+def test_abort_ends_the_calls_of_every_rank():
+    with ranks(2) as pool:
+        for text in pool.run(abort_while_the_other_waits):
+            assert "was aborted by rank 1" in text, text
+
+
+def leave_with_work_outstanding(rank, world):
+    group = dist.new_group()
+    if rank == 1:
+        dist.destroy_process_group(group)
+        return None
+    work = dist.all_reduce(torch.ones(10), group=group, async_op=True)
+    try:
+        work.wait()
+    except CommError as error:
+        return type(error).__name__
+
+
+def test_work_waiting_for_a_rank_that_destroyed_the_group_raises_peer_lost():
+    with ranks(2) as pool:
+        assert pool.run(leave_with_work_outstanding) == [PeerLost.__name__, None]
+
+
+def mismatch_after_some_calls(rank, world):
+    dist.barrier()
+    dist.all_reduce(torch.ones(2, dtype=torch.bfloat16))
+    return call_once(rank, world, "barrier" if rank else "all_reduce")
+
+
+def test_error_tells_the_calls_before_it():
+    with ranks(2) as pool:
+        for _, text in pool.run(mismatch_after_some_calls):
+            assert "before it on this rank: barrier, all_reduce(SUM, bfloat16, 4 bytes)" in text, text

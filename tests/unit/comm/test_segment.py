@@ -68,3 +68,21 @@ def test_a_group_of_one_works_alone():
     assert _native.lib.nd_barrier(handle) == 0
     assert _native.group_stats(handle, False).num_calls == 1
     assert _native.lib.nd_group_close(handle) == 0
+
+
+def test_segment_is_bound_to_the_nodes_of_the_map(set_node_map):
+    set_node_map("0")
+    handle = segment.open_group(dist.HashStore(), 0, 1, 5.0, [0])
+    with open("/proc/self/maps") as maps:
+        begin = next(int(line.split("-")[0], 16) for line in maps if "memfd:numadist" in line)
+    header, rank_0 = (_native.bound_nodes(begin + i * os.sysconf("SC_PAGESIZE")) for i in (0, 1))
+    assert _native.lib.nd_group_close(handle) == 0
+    assert (header, rank_0) == (set(), {0}), "the header is nobody's, rank 0's part is bound to node 0"
+
+
+def test_refused_binding_is_a_warning_not_an_error(set_node_map, caplog):
+    set_node_map("1000")  # no such node: mbind says EINVAL
+    handle = segment.open_group(dist.HashStore(), 0, 1, 5.0, [0])
+    assert _native.lib.nd_barrier(handle) == 0
+    assert _native.lib.nd_group_close(handle) == 0
+    assert "not bound to nodes [[1000]]" in caplog.text
