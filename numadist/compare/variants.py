@@ -7,10 +7,10 @@ from numadist.errors import ConfigError
 
 @dataclass(frozen=True)
 class Variant:
-    """One way. `process`: one process or one rank per node; `note`: what a reader of the table must know."""
+    """One way. `process`: where the model runs; `note`: what a reader of the table must know."""
 
     name: str
-    process: str  # single | ranks
+    process: str  # single | inprocess (one process, one pinned thread group per node) | ranks
     compile: str  # none | plain | freezing (weights packed once)
     policy: str = "local"  # memory policy of a single process: local | default | interleave | bind
     all_nodes: bool = True  # False: CPUs and memory of the first node only
@@ -35,6 +35,7 @@ VARIANTS = {
             all_nodes=False,
             note="one node's CPUs, memory",
         ),
+        Variant("inprocess", "inprocess", "freezing", "default", note="one process, a thread group per node"),
         Variant("ranks", "ranks", "freezing", note="numarun, shared memory"),
         Variant("ranks-gloo", "ranks", "freezing", backend="gloo", note="numarun, torch's Gloo"),
         Variant("ranks-noreduce", "ranks", "freezing", reduce=False, note="WRONG results: a bound"),

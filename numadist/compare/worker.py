@@ -73,7 +73,7 @@ class Worker:
         self.ready_s = time.monotonic() - begin
 
     def _start(self, command: list[str], numarun: list[str]) -> list[str]:
-        if self.variant.process == "single":
+        if self.variant.process != "ranks":
             return [sys.executable, "-m", "numadist.compare.worker", *command]
         launcher = [sys.executable, "-m", "numadist.launch.cli", "--quiet", *numarun]
         return [*launcher, "-m", "numadist.compare.worker", *command]
@@ -138,7 +138,10 @@ def main() -> None:
     policy = "local" if variant.policy == "default" else variant.policy
     binding.bind_memory(policy, parse_list(node_list))
     with connect(address) as pipe:
-        serve(pipe, SingleProcess(variant, model, dtype, len(cpus)))
+        if variant.process == "inprocess":
+            serve(pipe, InProcess(model, dtype))
+        else:
+            serve(pipe, SingleProcess(variant, model, dtype, len(cpus)))
 
 
 def connect(address: str) -> Connection:
@@ -178,16 +181,46 @@ class SingleProcess:
         self.run: Any = built if options is None else torch.compile(built, dynamic=False, options=options)
 
     def __call__(self, input_ids: "np.ndarray", times: int) -> tuple[list[float], "np.ndarray"]:
+        return timed(self.run, input_ids, times)
+
+
+class InProcess:
+    """The model split over thread groups of one process, anew for every shape."""
+
+    def __init__(self, model: str, dtype: str):
         import torch
 
-        ids = torch.from_numpy(input_ids)
-        seconds = []
-        with torch.no_grad():
-            for _ in range(times):
-                begin = time.perf_counter()
-                logits = self.run(input_ids=ids, use_cache=False, logits_to_keep=1).logits
-                seconds.append(time.perf_counter() - begin)
-        return seconds, logits[:, -1].float().numpy()
+        self.model, self.dtype = model, getattr(torch, dtype)
+        self.split: dict[tuple[int, ...], Any] = {}
+
+    def __call__(self, input_ids: "np.ndarray", times: int) -> tuple[list[float], "np.ndarray"]:
+        if input_ids.shape not in self.split:
+            self.split[input_ids.shape] = self.shard(input_ids)
+        return timed(self.split[input_ids.shape], input_ids, times)
+
+    def shard(self, input_ids: "np.ndarray") -> Any:
+        import torch
+
+        from numadist import inprocess, models
+        from numadist.topology.sysfs import read_machine
+
+        inputs = {"input_ids": torch.from_numpy(input_ids), "use_cache": False, "logits_to_keep": 1}
+        groups = None if len(read_machine().domains) > 1 else 2
+        return inprocess.shard(models.build(self.model, self.dtype), inputs, nodes=groups, compile=True)
+
+
+def timed(run: Any, input_ids: "np.ndarray", times: int) -> tuple[list[float], "np.ndarray"]:
+    """Seconds of each forward, and the logits of the last position [B, V]."""
+    import torch
+
+    ids = torch.from_numpy(input_ids)
+    seconds = []
+    with torch.no_grad():
+        for _ in range(times):
+            begin = time.perf_counter()
+            logits = run(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+            seconds.append(time.perf_counter() - begin)
+    return seconds, logits[:, -1].float().numpy()
 
 
 if __name__ == "__main__":

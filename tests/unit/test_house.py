@@ -35,8 +35,9 @@ MAY_IMPORT = {
     "comm": BASE | {"_native", "topology", "binding", "memory", "torch"},
     "shard": BASE | {"_native", "topology", "memory", "torch"},
     "models": BASE | {"torch"},
+    "inprocess": BASE | {"_native", "topology", "binding", "memory", "shard", "torch"},
     "compare": BASE
-    | {"_native", "_syscalls", "topology", "binding", "memory", "comm", "shard", "models", "torch"},
+    | {"_native", "_syscalls", "topology", "binding", "memory", "comm", "shard", "inprocess", "models", "torch"},
     "explain_command": BASE | {"shard", "models", "torch"},
     "info": BASE | {"_native", "topology", "binding", "torch"},
     "cli": BASE | {"_native", "topology", "binding", "info", "shard", "torch"},
