@@ -4,18 +4,23 @@
  * aborts. Change a signature or a shared layout: bump ND_ABI_VERSION; numadist/_native.py checks it.
  *
  * A group is a memfd mapped by `world` ranks (processes, or threads in the tests). Life of one:
- *   nd_segment_create (rank 0) -> every rank nd_group_open(fd) -> nd_group_connect -> collectives ->
- * nd_group_close The fd may be closed once nd_group_connect returned on every rank. Handles only: a process
- * may hold many groups.
+ *   1. nd_segment_create on rank 0
+ *   2. nd_group_open(fd) and nd_group_connect on every rank; then the fd may be closed
+ *   3. collectives and messages
+ *   4. nd_group_close
+ * Handles only: a process may hold many groups.
  *
  * Collectives are called by all ranks in the same order with the same arguments. A call that differs is
- * -EPROTO on every rank. A failed group stays failed: each later call returns the same code, nd_group_report
- * says why. -ETIMEDOUT   a living peer did not come before the deadline -EOWNERDEAD  a peer process died
- *   -EPROTO      ranks called different operations, sizes, dtypes or roots
- *   -ECANCELED   the group was aborted by nd_group_abort
- *   -ECHILD      the handle was used in a fork of its process
- *   -EOPNOTSUPP  no kernel for this dtype and reduction; the group stays usable
- *   -EMSGSIZE    a received message has another size than the buffer; the group stays usable
+ * -EPROTO on every rank. A failed group stays failed: each later call returns the same code.
+ *
+ *   -ETIMEDOUT: a living peer did not come before the deadline
+ *   -EOWNERDEAD: a peer process died
+ *   -EPROTO: ranks called different operations, sizes, dtypes or roots
+ *   -ECANCELED: the group was aborted by nd_group_abort
+ *   -ECHILD: the handle was used in a fork of its process
+ *   -EOPNOTSUPP: no kernel for this dtype and reduction; the group stays usable
+ *   -EMSGSIZE: a received message has another size than the buffer; the group stays usable
+ *
  * Calls on one group from several threads take turns.
  */
 #ifndef ND_CORE_H
@@ -165,7 +170,8 @@ ND_API int nd_group_open(int fd, int rank, int world, uint64_t nonce, const NdOp
  */
 ND_API int nd_segment_map(int fd, int world, uint64_t nonce, void** segment);
 ND_API int nd_group_open_mapped(void* segment, int rank, int world, const NdOptions* options, NdGroup** out);
-/* Wait until every rank has opened; from here on peers are watched. */
+/* Wait until every rank has opened; from here on peers are watched. 1: done, but this kernel or container has
+ * no pidfds, so a dead peer is noticed at the deadline only. */
 ND_API int nd_group_connect(NdGroup* group);
 /* Release everything; NULL is allowed. Peers that still wait for this rank see -EOWNERDEAD. */
 ND_API int nd_group_close(NdGroup* group);

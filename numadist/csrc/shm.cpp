@@ -172,14 +172,19 @@ int nd_group_open_mapped(void* segment, int rank, int world, const NdOptions* op
   return rc;
 }
 
-// Watch a peer process; -EOWNERDEAD when the pid is already gone or somebody else's.
+// Watch a peer process. -EOWNERDEAD: it is gone, or its pid is somebody else's; 1: this kernel or container
+// has no pidfds, so its death shows by the deadline alone.
 static int watch_peer(NdGroup& g, int peer) {
   const Identity& id = g.parts[peer].control.identity;
   if (id.pid == getpid()) return 0;
   const int fd = static_cast<int>(syscall(SYS_pidfd_open, id.pid, 0u));
-  if (fd < 0) return errno == ESRCH ? -EOWNERDEAD : -errno;
+  const int code = fd < 0 ? -errno : 0;
   g.pidfds[peer] = fd;
-  return start_time_of(id.pid) == id.start_time ? 0 : -EOWNERDEAD;
+  if (code == -ENOSYS || code == -EPERM) return 1;
+  if (code == 0 && start_time_of(id.pid) == id.start_time) return 0;
+  // Who closed its handle may rightly be gone already: it had nothing to do in this group.
+  if (id.state.load(std::memory_order_acquire) == kClosed) return 0;
+  return code == 0 || code == -ESRCH ? -EOWNERDEAD : code;
 }
 
 int nd_group_connect(NdGroup* group) {
@@ -187,6 +192,7 @@ int nd_group_connect(NdGroup* group) {
   g.call = NdCall{ND_CONNECT, 0, 0, 0, -1, 0};
   const uint64_t deadline = now_ns() + g.options.timeout_ns;
   uint64_t cpus[16] = {};
+  int unwatched = 0;
   for (int p = 0; p < g.world; ++p) {
     Identity& id = g.parts[p].control.identity;
     while (id.state.load(std::memory_order_acquire) < kOpened) {
@@ -196,14 +202,16 @@ int nd_group_connect(NdGroup* group) {
       const timespec pause{0, 100 * 1000};
       nanosleep(&pause, nullptr);
     }
-    if (const int rc = watch_peer(g, p)) return rc == -EOWNERDEAD ? fail_call(g, rc, p, NdCall{}) : rc;
+    const int rc = watch_peer(g, p);
+    if (rc < 0) return rc == -EOWNERDEAD ? fail_call(g, rc, p, NdCall{}) : rc;
+    unwatched |= rc;
     for (int i = 0; i < 16; ++i) cpus[i] |= id.cpus[i];
   }
   int num_cpus = 0;
   for (const uint64_t word : cpus) num_cpus += __builtin_popcountll(word);
   // Spinning only pays while the awaited rank has a CPU of its own.
   if (g.world > num_cpus) g.options.spin_ns = 0;
-  return 0;
+  return unwatched;
 }
 
 int nd_group_close(NdGroup* g) {
