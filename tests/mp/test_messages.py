@@ -173,3 +173,31 @@ def check_premul(rank, world):
 
 def test_premultiplied_sum_and_monitored_barrier(pool):
     pool.run(check_premul)
+
+
+def check_threads(rank, world):
+    import threading
+
+    groups = [dist.new_group() for _ in range(3)]
+    wrong = []
+
+    def work(number, group):
+        for i in range(100):
+            x = torch.full((1 + 997 * (i % 7),), float(rank + number))
+            dist.all_reduce(x, group=group)
+            wanted = world * (world - 1) / 2 + world * number
+            if not torch.equal(x, torch.full_like(x, wanted)):
+                wrong.append((number, i, x[0].item(), wanted))
+
+    threads = [threading.Thread(target=work, args=item) for item in enumerate(groups)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for group in groups:
+        dist.destroy_process_group(group)
+    assert not wrong, f"(thread, call, seen, wanted): {wrong[:3]}"
+
+
+def test_threads_use_groups_of_their_own_at_once(pool):
+    pool.run(check_threads)
