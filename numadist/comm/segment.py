@@ -92,7 +92,9 @@ def open_group(store: Store, rank: int, world: int, timeout_s: float, global_ran
         handle = _open_when_published(store, rank, world, timeout_ns, spin_ns)
         code = _native.lib.nd_group_connect(handle)
     if code > 0:
-        log.warning("pidfd_open is not allowed here: a rank that dies is noticed only when the timeout is over")
+        log.warning(
+            "pidfd_open is not allowed here: a rank that dies is noticed only when the timeout is over"
+        )
     if code < 0:
         from numadist.comm.watch import error_of
 
