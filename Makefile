@@ -3,8 +3,8 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-# Tests boot an emulated machine with two NUMA nodes; these Debian packages bring it.
-GUEST_PACKAGES := qemu-system-x86 linux-image-amd64 busybox-static cpio kmod
+# Tests boot emulated machines with several NUMA nodes and join network namespaces; these Debian packages bring both.
+GUEST_PACKAGES := qemu-system-x86 linux-image-amd64 busybox-static cpio kmod iproute2
 
 .PHONY: demo test unit lint format build wheel venv guest-packages clean
 
@@ -48,7 +48,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt model-packages.txt $
 # Without root or apt the guest tests skip and say what is missing.
 guest-packages:
 	@command -v qemu-system-x86_64 >/dev/null && ls /boot/vmlinuz-* >/dev/null 2>&1 \
-	  && command -v busybox >/dev/null && command -v cpio >/dev/null \
+	  && command -v busybox >/dev/null && command -v cpio >/dev/null && command -v ip >/dev/null \
 	  || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq \
 	       && apt-get install -y -qq --no-install-recommends $(GUEST_PACKAGES) >/dev/null; } \
 	  || echo "guest tests will skip: install $(GUEST_PACKAGES)"

@@ -19,3 +19,10 @@ def group(request):
     backend, world = request.param
     with ranks(world, backend) as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def numa_pair():
+    """Two ranks on our backend: enough for what compiles, which is slow."""
+    with ranks(2) as started:
+        yield started

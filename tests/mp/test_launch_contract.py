@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from numarun_process import LIMIT_S, NUMARUN, run, start
+from numarun_process import LIMIT_S, NUMARUN, run, run_gloo, start, stderr_if_failed
 
 from numadist.binding import current_binding
 from numadist.topology.cpuset import format_list
@@ -262,7 +262,8 @@ after_import = sorted(os.sched_getaffinity(0))
 print(json.dumps([x.item(), torch.get_num_threads(), after_import]))
 dist.destroy_process_group()
 """
-    seen = by_rank(run(script(tmp_path, body), *TWO, env=clean_environment()))
+    path = script(tmp_path, body)
+    seen = by_rank(run_gloo(lambda: run(path, *TWO, env=clean_environment()), stderr_if_failed))
     assert [x for x, *_ in seen.values()] == [3.0, 3.0]
     for _, threads, cpus in seen.values():
         assert threads == len(cpus), "torch's threads are the rank's cores, and importing it narrowed nothing"

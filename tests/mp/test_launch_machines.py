@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from numarun_process import NUMARUN
+from numarun_process import NUMARUN, run_gloo
 
 pytestmark = [
     pytest.mark.mp,
@@ -65,10 +65,19 @@ def start(machine: str, node_rank: int, script: Path, *options: str) -> subproce
 def test_two_machines_make_one_job(tmp_path, machines):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    jobs = [start(machine, node, script, "--master-port", "29513") for node, machine in enumerate(machines)]
-    outputs = [job.communicate(timeout=LIMIT_S) for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], outputs
-    for node, (stdout, _) in enumerate(outputs):
+
+    def once() -> list[tuple[int, str, str]]:
+        jobs = [
+            start(machine, node, script, "--master-port", "29513") for node, machine in enumerate(machines)
+        ]
+        return [(job.returncode, *output) for job in jobs for output in [job.communicate(timeout=LIMIT_S)]]
+
+    def stderr_if_any_failed(ends: list[tuple[int, str, str]]) -> str | None:
+        return "".join(stderr for _, _, stderr in ends) if any(code for code, *_ in ends) else None
+
+    ends = run_gloo(once, stderr_if_any_failed)
+    assert [code for code, *_ in ends] == [0, 0], ends
+    for node, (_, stdout, _) in enumerate(ends):
         ranks = sorted(re.findall(r"^\[r(\d)\] seen (.*)$", stdout, re.M))
         assert ranks == [(str(2 * node + i), f"15.0 {2 * node + i} {i} 2 {node} 2 4") for i in (0, 1)]
 

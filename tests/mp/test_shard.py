@@ -4,18 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pool import ranks
 
 pytest.importorskip("transformers", reason="needs the extra `models`")
 
 pytestmark = pytest.mark.mp
-
-
-@pytest.fixture(scope="module")
-def numa_pair():
-    """Two ranks on our backend: enough for what compiles, which is slow."""
-    with ranks(2) as started:
-        yield started
 
 
 def sharded_and_expected(name, compile=False, dtype=torch.float32):

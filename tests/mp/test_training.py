@@ -36,9 +36,12 @@ def tensor_parallel(model, mesh):
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-def losses(wrap, mesh, data_rank):
+def losses(wrap, mesh, data_rank, compiled):
     """The loss of every step; ranks that share the model's weights see the same data."""
     model = wrap(mlp(), mesh)
+    if compiled:
+        torch._dynamo.reset()
+        model = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(7 + data_rank)
     x, y = torch.randn(32, 16, generator=generator), torch.randn(32, 4, generator=generator)
@@ -55,7 +58,7 @@ def losses(wrap, mesh, data_rank):
 _meshes = {}
 
 
-def train(rank, world, name):
+def train(rank, world, name, compiled):
     from torch.distributed.device_mesh import DeviceMesh
 
     if world not in _meshes:
@@ -63,11 +66,20 @@ def train(rank, world, name):
         _meshes[world] = [DeviceMesh.from_group(group, "cpu") for group in (dist.group.WORLD, gloo)]
     wrap = {"ddp": ddp, "fsdp2": fsdp2, "tensor_parallel": tensor_parallel}[name]
     data_rank = 0 if name == "tensor_parallel" else rank
-    return [losses(wrap, mesh, data_rank) for mesh in _meshes[world]]
+    return [losses(wrap, mesh, data_rank, compiled) for mesh in _meshes[world]]
+
+
+def check_learns_as_on_gloo(pool, name, compiled):
+    for rank, (ours, gloo) in enumerate(pool.run(train, name, compiled)):
+        assert ours[-1] < 0.9 * ours[0], f"rank {rank} does not learn: {ours[0]} to {ours[-1]}"
+        assert ours == pytest.approx(gloo, rel=1e-4), f"rank {rank}: {ours[-1]} on ours, {gloo[-1]} on gloo"
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel"])
 def test_50_steps_give_the_losses_of_gloo(pool, name):
-    for rank, (ours, gloo) in enumerate(pool.run(train, name)):
-        assert ours[-1] < 0.9 * ours[0], f"rank {rank} does not learn: {ours[0]} to {ours[-1]}"
-        assert ours == pytest.approx(gloo, rel=1e-4), f"rank {rank}: {ours[-1]} on ours, {gloo[-1]} on gloo"
+    check_learns_as_on_gloo(pool, name, compiled=False)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel"])
+def test_50_compiled_steps_give_the_losses_of_gloo(numa_pair, name):
+    check_learns_as_on_gloo(numa_pair, name, compiled=True)
