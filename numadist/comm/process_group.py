@@ -29,6 +29,7 @@ from numadist._native import Arguments, Coll, Op
 from numadist.comm import jobs, segment, watch
 from numadist.comm.choose import SHARED_BYTES
 from numadist.comm.dtypes import CODES, OPS, REDUCIBLE
+from numadist.comm.dynamo import hide_from_dynamo
 from numadist.comm.fused import all_reduce_fused
 from numadist.comm.monitor import monitored_barrier
 from numadist.comm.register import BACKEND
@@ -375,6 +376,9 @@ class ShmGroup(dist.ProcessGroup):
         if opts is None or opts.reduceOp.op != ReduceOp.PREMUL_SUM:
             return tensors
         return [t * opts.reduceOp.factor for t in tensors]
+
+
+hide_from_dynamo(ShmGroup, DoneWork, PendingWork, TaskWork, MessageWork)
 
 
 def create(options: Any, backend_options: Any) -> ShmGroup:
