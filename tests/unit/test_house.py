@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,7 +148,9 @@ def test_native_core_includes_no_torch_and_no_python_header(path):
 )
 def test_light_packages_do_not_import_torch_or_numpy(package):
     code = f"import sys, {package}; print([m for m in ('torch', 'numpy', 'psutil') if m in sys.modules])"
-    out = subprocess.run(["python", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
     assert out == "[]", f"import {package} loads {out}"
 
 
