@@ -24,7 +24,6 @@ POLICY_NAMES = {
     MPOL_LOCAL: "local",
     MPOL_PREFERRED_MANY: "preferred-many",
 }
-_MPOL_F_MEMS_ALLOWED = 4
 _MODE_MASK = 0xFF  # flags such as MPOL_F_STATIC_NODES stand above it
 
 _PR_SET_PDEATHSIG = 1
@@ -76,14 +75,6 @@ def get_mempolicy() -> tuple[int, tuple[int, ...]]:
     size = ctypes.c_ulong(_MASK_BITS)
     _syscall("get_mempolicy", ctypes.byref(mode), ctypes.byref(mask), size, None, ctypes.c_ulong(0))
     return mode.value & _MODE_MASK, _bits(mask)
-
-
-def mems_allowed() -> tuple[int, ...]:
-    """Memory nodes the cpuset allows this thread. Raises: OSError."""
-    mask = _Mask()
-    flags = ctypes.c_ulong(_MPOL_F_MEMS_ALLOWED)
-    _syscall("get_mempolicy", None, ctypes.byref(mask), ctypes.c_ulong(_MASK_BITS), None, flags)
-    return _bits(mask)
 
 
 def set_parent_death_signal(signal_number: int) -> None:

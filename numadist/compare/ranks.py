@@ -1,6 +1,5 @@
 """One rank of the variants that shard the model. Rank 0 talks to the harness and tells the others what to run."""
 
-import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from numadist import models
 from numadist.compare.variants import Variant
-from numadist.compare.worker import connect, serve
+from numadist.compare.worker import connect, serve, timed
 from numadist.memory.local import local_empty
 from numadist.shard.api import ShardedModel, shard
 from numadist.shard.apply import apply
@@ -57,15 +56,12 @@ class Rank:
     def forward(self, input_ids: np.ndarray, times: int) -> tuple[list[float], np.ndarray, float, float]:
         inputs = {"input_ids": torch.from_numpy(input_ids), "use_cache": False, "logits_to_keep": 1}
         run = self.sharded.get(input_ids.shape) or self.shard(input_ids.shape, inputs)
-        seconds = []
-        with torch.no_grad():
-            for _ in range(times):
-                dist.barrier()
-                self.spent(reset=True)
-                begin = time.perf_counter()
-                logits = run(**inputs).logits
-                seconds.append(time.perf_counter() - begin)
-        return seconds, logits[:, -1].float().numpy(), *self.spent()
+        return *timed(run, input_ids, times, self.meet), *self.spent()
+
+    def meet(self) -> None:
+        """Start together, with the counters at zero."""
+        dist.barrier()
+        self.spent(reset=True)
 
     def spent(self, reset: bool = False) -> tuple[float, float]:
         """Seconds in all-reduces and, of them, waiting; Gloo does not count them."""

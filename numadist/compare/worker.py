@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -209,14 +209,17 @@ class InProcess:
         return inprocess.shard(models.build(self.model, self.dtype), inputs, nodes=groups, compile=True)
 
 
-def timed(run: Any, input_ids: "np.ndarray", times: int) -> tuple[list[float], "np.ndarray"]:
-    """Seconds of each forward, and the logits of the last position [B, V]."""
+def timed(
+    run: Any, input_ids: "np.ndarray", times: int, before: Callable[[], None] = lambda: None
+) -> tuple[list[float], "np.ndarray"]:
+    """Seconds of each forward, and the logits of the last position [B, V]. before: runs untimed before each."""
     import torch
 
     ids = torch.from_numpy(input_ids)
     seconds = []
     with torch.no_grad():
         for _ in range(times):
+            before()
             begin = time.perf_counter()
             logits = run(input_ids=ids, use_cache=False, logits_to_keep=1).logits
             seconds.append(time.perf_counter() - begin)

@@ -51,11 +51,6 @@ def same_size(a: Any, b: Any) -> bool:
     return expr[0] == expr[1]
 
 
-def data_inputs(node: Node) -> list[Node]:
-    """Input nodes that carry tensors (or lists of tensors), not sizes."""
-    return [n for n in node.all_input_nodes if not isinstance(value(n), int | float | torch.SymInt | None)]
-
-
 def is_shape_query(node: Node) -> bool:
     """The node asks for a size or checks metadata: it never sees the tensor's elements."""
     return node.op == "call_function" and node.target in {

@@ -47,7 +47,7 @@ def reduce_points(gm: GraphModule, sinks: set[Node]) -> list[Node]:
             partial.add(node)
         else:
             points.update(dict.fromkeys(inputs))
-    return sorted(points, key=list(gm.graph.nodes).index)
+    return [node for node in gm.graph.nodes if node in points]
 
 
 def _stays_partial(node: Node, partial: set[Node]) -> bool:

@@ -70,10 +70,6 @@ def find_rule(node: Node) -> Rule | None:
     return None
 
 
-def same_dims(node: Node, source: Node, want: Shard) -> Demands:
-    return {source: want} if want else {}
-
-
 def broadcast(source: Node, out_ndim: int, want: Shard, last_dims: int = 0) -> Shard:
     """The part of `want` an input sees that is broadcast to the output; its own last `last_dims` are not."""
     sizes = shape(source)
@@ -113,14 +109,14 @@ def pointwise(node: Node, want: Shard, ctx: Context) -> Demands:
     aten.type_as.default,
 )
 def identity(node: Node, want: Shard, ctx: Context) -> Demands:
-    return same_dims(node, node.args[0], want)
+    return {node.args[0]: want}
 
 
 @rule(aten.dropout.default)
 def dropout(node: Node, want: Shard, ctx: Context) -> Demands:
     if node.args[2]:
         raise CannotShard("dropout in training mode draws other numbers on a shard")
-    return same_dims(node, node.args[0], want)
+    return {node.args[0]: want}
 
 
 def positive(dim: int, ndim: int) -> int:

@@ -7,6 +7,18 @@ from pathlib import Path
 
 import pytest
 
+DUMPS = [
+    "128arm-2pa2n8cluster4co",
+    "16amd64-8n2c-cpusets",
+    "256ppc-8n8s4t",
+    "32intel64-2p8co2t+8ve",
+    "64amd64-4s2n4ca2co",
+    "64intel64-fakeKNL-SNC4-hybrid",
+    "96em64t-4no4pa3ca2co",
+    "memorysidecaches",
+    "nvidiagpunumanodes",
+    "offline-cpu0-node0",
+]
 TOPOLOGIES = Path(__file__).resolve().parents[2].parent / "shared" / "topologies"
 
 
@@ -44,3 +56,9 @@ def dump(tmp_path_factory):
         return found[name]
 
     return unpack
+
+
+@pytest.fixture(params=DUMPS)
+def recorded(request, dump):
+    """Every recorded machine in turn."""
+    return dump(request.param)

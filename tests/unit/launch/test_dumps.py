@@ -4,27 +4,7 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from numadist.topology.cpuset import parse_list
-
-DUMPS = [
-    "128arm-2pa2n8cluster4co",
-    "16amd64-8n2c-cpusets",
-    "256ppc-8n8s4t",
-    "32intel64-2p8co2t+8ve",
-    "64amd64-4s2n4ca2co",
-    "64intel64-fakeKNL-SNC4-hybrid",
-    "96em64t-4no4pa3ca2co",
-    "memorysidecaches",
-    "nvidiagpunumanodes",
-    "offline-cpu0-node0",
-]
-
-
-@pytest.fixture(params=DUMPS)
-def recorded(request, dump):
-    return dump(request.param)
 
 
 def dry_run(*options: str) -> dict:

@@ -7,25 +7,8 @@ from numadist.topology.cpuset import parse_list
 from numadist.topology.render import render
 from numadist.topology.sysfs import read_machine
 
-DUMPS = [
-    "128arm-2pa2n8cluster4co",
-    "16amd64-8n2c-cpusets",
-    "256ppc-8n8s4t",
-    "32intel64-2p8co2t+8ve",
-    "64amd64-4s2n4ca2co",
-    "64intel64-fakeKNL-SNC4-hybrid",
-    "96em64t-4no4pa3ca2co",
-    "memorysidecaches",
-    "nvidiagpunumanodes",
-    "offline-cpu0-node0",
-]
 # hwloc counts the two threads of an AMD Bulldozer module as cores; the kernel's sibling lists say one core.
 HWLOC_COUNTS_MODULES_AS_CORES = {"64amd64-4s2n4ca2co"}
-
-
-@pytest.fixture(params=DUMPS)
-def recorded(request, dump):
-    return dump(request.param)
 
 
 def machine_of(recorded):
