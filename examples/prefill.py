@@ -71,7 +71,7 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2", choices=models.NAMES)
+    parser.add_argument("--model", default="smollm2", choices=models.CAUSAL_NAMES)
     parser.add_argument("--rounds", type=int, default=5, help="timed forwards of each system per prompt")
     parser.add_argument("--compile", action="store_true", help="torch.compile both systems")
     return parser.parse_args()

@@ -6,7 +6,9 @@ weights. Needs the extra `models`.
 
 import contextlib
 import functools
+import importlib
 import importlib.util
+import inspect
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +28,24 @@ class ModelSpec:
 
     config_class: str
     options: dict[str, Any] = field(default_factory=dict)
+    auto_class: str = "AutoModelForCausalLM"
 
 
 MODELS: dict[str, ModelSpec] = {
     "gpt2": ModelSpec("GPT2Config"),
+    "gpt2-4-layers": ModelSpec("GPT2Config", {"n_layer": 4}),
     "gpt2-medium": ModelSpec("GPT2Config", {"n_layer": 24, "n_embd": 1024, "n_head": 16}),
     "gpt2-large": ModelSpec("GPT2Config", {"n_layer": 36, "n_embd": 1280, "n_head": 20}),
+    "bert-small": ModelSpec(
+        "BertConfig",
+        {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048},
+        "AutoModel",
+    ),
+    "bert-large": ModelSpec(
+        "BertConfig",
+        {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
+        "AutoModel",
+    ),
     "qwen3-0.6b": ModelSpec(
         "Qwen3Config",
         {
@@ -72,10 +86,11 @@ MODELS: dict[str, ModelSpec] = {
     "gpt2-tiny": ModelSpec("GPT2Config", {"n_layer": 2, "n_embd": 96, "n_head": 6, "vocab_size": 512}),
 }
 NAMES = ["smollm2", *MODELS]
+CAUSAL_NAMES = [n for n in NAMES if n not in MODELS or MODELS[n].auto_class == "AutoModelForCausalLM"]
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> torch.nn.Module:
-    """A causal language model in eval mode, the same on every rank.
+    """A causal language model or an encoder in eval mode, the same on every rank.
 
     changes: options of the model's config to replace, e.g. `n_layer=2`.
     Raises: NumadistError for an unknown name or a missing package.
@@ -88,20 +103,72 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> torc
                 smollm2_folder(), gguf_file=_SMOLLM2_FILE, dtype=dtype
             )
         return model.eval()
-    if name not in MODELS:
-        raise NumadistError(f"unknown model {name!r}; known: {', '.join(NAMES)}")
-    spec = MODELS[name]
-    config = getattr(transformers, spec.config_class)(**{**spec.options, **changes})
+    check_name(name)
+    config = _config(name, **changes)
     torch.manual_seed(SEED)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return getattr(transformers, MODELS[name].auto_class).from_config(config, dtype=dtype).eval()
 
 
-def vocabulary_size(name: str) -> int:
-    """Token ids of the model run from 0 to below this."""
-    transformers = _transformers()
-    if name == "smollm2":
-        return transformers.AutoConfig.from_pretrained(smollm2_folder(), gguf_file=_SMOLLM2_FILE).vocab_size
-    return getattr(transformers, MODELS[name].config_class)(**MODELS[name].options).vocab_size
+def check_name(name: str) -> None:
+    """Raises: NumadistError unless name is a known model or a module:function that can be imported."""
+    if ":" in name:
+        _imported(name)
+    elif name not in NAMES:
+        raise NumadistError(f"unknown model {name!r}; known: {', '.join(NAMES)}, or module:function")
+
+
+def workload(
+    name: str, batch: int, seq: int, dtype: torch.dtype = torch.float32, longest: int = 0
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model and the keyword inputs of one prefill: tokens [batch, seq], equal on every rank.
+
+    name: one of NAMES, or `module:function`: function(batch=, seq=) returns (model, keyword inputs).
+    longest: positions the model has room for, if that is more than its config's.
+    Raises: NumadistError if there is no such model.
+    """
+    if ":" in name:
+        model, inputs = _imported(name)(batch=batch, seq=seq)
+        return model.to(dtype).eval(), inputs
+    changes = {}
+    if name in MODELS and (longest := max(longest, seq)) > _config(name).max_position_embeddings:
+        changes["max_position_embeddings"] = longest
+    model = build(name, dtype, **changes)
+    return model, prefill_inputs(model, batch, seq)
+
+
+def prefill_inputs(model: torch.nn.Module, batch: int, seq: int) -> dict[str, Any]:
+    """Random tokens [batch, seq] of a seed, and for a causal model what asks for the last position's logits only."""
+    config: Any = model.config
+    draw = torch.Generator().manual_seed(SEED)
+    inputs: dict[str, Any] = {"input_ids": torch.randint(config.vocab_size, (batch, seq), generator=draw)}
+    if _has_head(model):
+        inputs |= {"use_cache": False, "logits_to_keep": 1}
+    return inputs
+
+
+def last_position(outputs: Any) -> torch.Tensor:
+    """What a prefill is asked for, [batch, features]: logits of the last position, or an encoder's last state."""
+    found = getattr(outputs, "logits", None)
+    if found is None:
+        found = outputs[0] if not isinstance(outputs, torch.Tensor) else outputs
+    return found[:, -1] if found.dim() > 2 else found
+
+
+def _config(name: str, **changes: Any) -> Any:
+    spec = MODELS[name]
+    return getattr(_transformers(), spec.config_class)(**{**spec.options, **changes})
+
+
+def _has_head(model: torch.nn.Module) -> bool:
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def _imported(name: str) -> Any:
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise NumadistError(f"cannot load {name}: {error}; expected module:function") from error
 
 
 def minilm_folder() -> str:

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 
 from numadist import models
 from numadist.compare import report
-from numadist.compare.rounds import QUICK, Case, Protocol, measure_case
+from numadist.compare.profiles import DEFAULT, PAPER, QUICK, SMALL, Profile
+from numadist.compare.rounds import Case, measure_case
 from numadist.compare.variants import VARIANTS, Variant, chosen
-from numadist.compare.worker import Worker
+from numadist.compare.worker import Job, Worker
 from numadist.topology.machine import Machine
 from numadist.topology.sysfs import read_machine
 
@@ -18,46 +19,87 @@ from numadist.topology.sysfs import read_machine
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     machine = read_machine()
-    protocol = QUICK if options.quick else Protocol()
-    vocabulary = models.vocabulary_size(options.model)
-    shapes = [(b, s) for b in options.batch for s in options.seq]
-    progress = Progress(len(shapes))
-    cases = []
-    with ExitStack() as stack:
-        workers = {}
-        for variant in chosen(options.variants):
-            progress(f"starting {variant.name}")
-            worker = start(variant, options, machine)
-            stack.callback(worker.close)
-            workers[variant.name] = worker
-        for batch, seq in shapes:
-            case = measure_case(workers, batch, seq, vocabulary, options.dtype, protocol, progress)
-            progress.case_done()
-            print("\n".join(report.case_lines(case)), flush=True)
-            cases.append(case)
+    profile: Profile = options.profile
+    plan = [(model, _shapes(options)) for model in options.model or profile.models]
+    for model, _ in plan:
+        models.check_name(model)
+    progress = Progress(sum(len(shapes) for _, shapes in plan))
+    cases: list[Case] = []
+    for model, shapes in plan:
+        job = Job(model, options.dtype, max(seq for _, seq in shapes))
+        with ExitStack() as stack:
+            workers = {}
+            for variant in chosen(options.variants):
+                progress(f"{model}: starting {variant.name}")
+                workers[variant.name] = worker = start(variant, job, options.nproc_per_socket, machine)
+                stack.callback(worker.close)
+            for batch, seq in shapes:
+                case = Case(model, batch, seq)
+                measure_case(workers, case, options.dtype, profile, progress)
+                progress.case_done()
+                print("\n".join(report.case_lines(case)), flush=True)
+                cases.append(case)
+                _write(
+                    options, cases, machine
+                )  # after every case: a long run that is stopped keeps what it has
     print("\n".join(report.summary_lines(cases)))
-    _write(options, cases, machine)
+    if options.plot:
+        report.plot(options.plot, cases, options.dtype)
     return 0 if not any(case.failed for case in cases) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="numadist compare", description=__doc__)
     parser.add_argument(
-        "--model", default="gpt2", choices=models.NAMES, metavar="M", help=", ".join(models.NAMES)
+        "--model",
+        type=_words,
+        metavar="M[,M]",
+        help=f"{', '.join(models.NAMES)}, or module:function; function(batch=, seq=) returns (model, keyword inputs)",
     )
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--seq", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--batch", type=_numbers, metavar="N[,N]")
+    parser.add_argument("--seq", type=_numbers, metavar="N[,N]")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--variants", nargs="+", metavar="V", help=f"default all: {', '.join(VARIANTS)}")
+    parser.add_argument(
+        "--variants", type=_words, metavar="V[,V]", help=f"default all: {', '.join(VARIANTS)}"
+    )
     parser.add_argument(
         "--nproc-per-socket", type=int, metavar="K", help="ranks; default one per NUMA node, at least two"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="2 warm-up and 10 timed forwards instead of 10 and 50"
-    )
+    parser.set_defaults(profile=DEFAULT)
+    for name, profile in {"quick": QUICK, "small": SMALL, "paper": PAPER}.items():
+        parser.add_argument(
+            f"--{name}", dest="profile", action="store_const", const=profile, help=_described(profile)
+        )
     parser.add_argument("--json", metavar="FILE", help="all rows, with the median of every round")
     parser.add_argument("--plot", metavar="FILE.png", help="heat maps of the speed-up, batch by sequence")
     return parser
+
+
+def _described(profile: Profile) -> str:
+    return (
+        f"{profile.warm_up} warm-up and up to {profile.rounds * profile.per_round} timed forwards; "
+        f"unless named otherwise {', '.join(profile.models)} at {len(profile.shapes)} shapes"
+    )
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(word) for word in _words(text)]
+    if min(numbers) < 1:
+        raise ValueError
+    return numbers
+
+
+def _shapes(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """All pairs of --batch and --seq, or the profile's shapes where neither is given."""
+    shapes = options.profile.shapes
+    if options.batch is None and options.seq is None:
+        return list(shapes)
+    batches = options.batch or sorted({batch for batch, _ in shapes})
+    return [(b, s) for b in batches for s in options.seq or sorted({seq for _, seq in shapes})]
 
 
 class Progress:
@@ -82,22 +124,21 @@ class Progress:
         self.done += 1
 
 
-def start(variant: Variant, options: argparse.Namespace, machine: Machine) -> Worker:
-    """The variant's processes on this machine: one thread a core, as numarun gives its ranks. Raises: NumadistError."""
+def start(variant: Variant, job: Job, nproc_per_socket: int | None, machine: Machine) -> Worker:
+    """The variant's processes: one thread a core, as numarun gives its ranks. Raises: NumadistError."""
     domains = machine.domains if variant.all_nodes else machine.domains[:1]
     cpus = [core.cpus[0] for domain in domains for core in domain.cores]
     nodes = sorted({n for domain in domains for n in machine.memory_of(domain.nodes)})
     numarun = []
-    if options.nproc_per_socket:
-        numarun = ["--nproc-per-socket", str(options.nproc_per_socket)]
+    if nproc_per_socket:
+        numarun = ["--nproc-per-socket", str(nproc_per_socket)]
     elif len(machine.domains) < 2:  # a machine with one node still shows what packing and fewer barriers give
         numarun = ["--nproc-per-node", "2"]
-    return Worker(variant.name, options.model, options.dtype, cpus, nodes, numarun)
+    return Worker(variant.name, job, cpus, nodes, numarun)
 
 
 def _write(options: argparse.Namespace, cases: list[Case], machine: Machine) -> None:
     if options.json:
-        setting = report.setting_of(options.model, options.dtype, len(machine.cores))
-        report.write_json(options.json, report.to_json(cases, setting))
-    if options.plot:
-        report.plot(options.plot, cases, f"{options.model}, {options.dtype}")
+        report.write_json(
+            options.json, report.to_json(cases, report.setting_of(options.dtype, len(machine.cores)))
+        )

@@ -7,9 +7,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from numadist import models
 from numadist.compare.variants import Variant
-from numadist.compare.worker import connect, serve, timed
+from numadist.compare.worker import Job, OneShape, connect, serve, timed
 from numadist.memory.local import local_empty
 from numadist.shard.api import ShardedModel, shard
 from numadist.shard.apply import apply
@@ -19,15 +18,15 @@ from numadist.shard.load import localize_parameters
 from numadist.shard.reduce import Emitter
 
 
-def serve_rank(address: str, variant: Variant, model: str, dtype: str) -> None:
+def serve_rank(address: str, variant: Variant, job: Job) -> None:
     """Run until the harness hangs up."""
     dist.init_process_group(variant.backend)
-    rank = Rank(variant, model, getattr(torch, dtype))
+    rank = Rank(variant, job)
     with ExitStack() as stack:
         if dist.get_rank() == 0:
             pipe = stack.enter_context(connect(address))
             serve(pipe, rank.lead)
-            rank.lead(None, 0)
+            rank.end()
         else:
             rank.follow()
     dist.destroy_process_group()
@@ -36,27 +35,29 @@ def serve_rank(address: str, variant: Variant, model: str, dtype: str) -> None:
 class Rank:
     """The model of one rank, sharded anew for every shape: graphs are made for one shape each."""
 
-    def __init__(self, variant: Variant, model: str, dtype: torch.dtype):
-        self.variant, self.model, self.dtype = variant, model, dtype
-        self.sharded: dict[tuple[int, ...], torch.nn.Module] = {}
+    def __init__(self, variant: Variant, job: Job):
+        self.variant = variant
+        self.shapes = OneShape(job, self.shard)
 
-    def lead(self, input_ids: np.ndarray | None, times: int) -> Any:
-        """Rank 0: have all ranks run one request; None ends them."""
-        dist.broadcast_object_list([input_ids, times], src=0)
-        return None if input_ids is None else self.forward(input_ids, times)
+    def lead(self, batch: int, seq: int, times: int) -> Any:
+        """Rank 0: have all ranks run one request."""
+        dist.broadcast_object_list([(batch, seq, times)], src=0)
+        return self.forward(batch, seq, times)
+
+    def end(self) -> None:
+        """Rank 0: no more requests."""
+        dist.broadcast_object_list([None], src=0)
 
     def follow(self) -> None:
         while True:
-            request: list[Any] = [None, 0]
+            request: list[Any] = [None]
             dist.broadcast_object_list(request, src=0)
             if request[0] is None:
                 return
-            self.forward(*request)
+            self.forward(*request[0])
 
-    def forward(self, input_ids: np.ndarray, times: int) -> tuple[list[float], np.ndarray, float, float]:
-        inputs = {"input_ids": torch.from_numpy(input_ids), "use_cache": False, "logits_to_keep": 1}
-        run = self.sharded.get(input_ids.shape) or self.shard(input_ids.shape, inputs)
-        return *timed(run, input_ids, times, self.meet), *self.spent()
+    def forward(self, batch: int, seq: int, times: int) -> tuple[list[float], np.ndarray, float, float]:
+        return *timed(*self.shapes(batch, seq), times, self.meet), *self.spent()
 
     def meet(self) -> None:
         """Start together, with the counters at zero."""
@@ -72,14 +73,10 @@ class Rank:
         counted = stats(reset=reset)
         return counted.total_ns / 1e9, counted.wait_ns / 1e9
 
-    def shard(self, shape: tuple[int, ...], inputs: dict[str, Any]) -> torch.nn.Module:
-        model = models.build(self.model, self.dtype)
-        if self.variant.reduce:
-            made: torch.nn.Module = shard(model, inputs, compile=True)
-        else:
-            made = shard_without_sums(model, inputs)
-        self.sharded[shape] = made
-        return made
+    def shard(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.nn.Module:
+        return (
+            shard(model, inputs, compile=True) if self.variant.reduce else shard_without_sums(model, inputs)
+        )
 
 
 def shard_without_sums(model: torch.nn.Module, inputs: dict[str, Any]) -> ShardedModel:

@@ -2,7 +2,6 @@
 
 import json
 import platform
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,9 @@ def ratio_of(case: Case, row: Row) -> Ratio | None:
 
 def case_lines(case: Case) -> list[str]:
     """One table: a line a variant."""
-    lines = [f"batch {case.batch}, sequence {case.seq}"]
+    lines = [f"{case.model}, batch {case.batch}, sequence {case.seq}"]
+    if case.skipped:
+        return [*lines, f"  skipped: {case.skipped}"]
     header = f"  {'variant':<21}{'median':>9}{'min':>9}{'CV':>7}  {'speed-up [95 %]':<20}{'':<8}error"
     lines.append(header)
     for row in case.rows:
@@ -33,7 +34,9 @@ def case_lines(case: Case) -> list[str]:
         verdict = "" if speed is None or row.variant == BASELINE else speed.verdict
         notes = [VARIANTS[row.variant].note] if VARIANTS[row.variant].note else []
         if row.all_reduce_ms:
-            notes.append(f"all-reduce {row.all_reduce_ms:.1f} ms, of it waiting {row.wait_ms:.1f}")
+            notes.append(
+                f"all-reduce: waiting {row.wait_ms:.1f} ms, moving data {row.all_reduce_ms - row.wait_ms:.1f} ms"
+            )
         lines.append(
             f"  {row.variant:<21}{row.timing.median_ms:>6.1f} ms{row.timing.min_ms:>6.1f} ms"
             f"{row.timing.cv:>7.1%}  {text:<20}{verdict:<8}{row.error:.0e}  {'; '.join(notes)}"
@@ -41,12 +44,15 @@ def case_lines(case: Case) -> list[str]:
     lines += [f"  {name:<21}no result: {why}" for name, why in case.failed.items()]
     if case.foreign_cores > FOREIGN_LIMIT or case.steal > 0.01:
         lines.append(f"  noisy: {case.foreign_cores:.1f} cores busy with other work, {case.steal:.1%} stolen")
+    if case.repeated:
+        lines.append(f"  {case.repeated} rounds taken again because of other work")
     return lines
 
 
 def summary_lines(cases: list[Case]) -> list[str]:
     """Over all shapes: geometric mean, worst case, and how often a variant is slower than the baseline."""
-    lines = [f"over {len(cases)} shapes, against {BASELINE}:"]
+    timed = [case for case in cases if case.rows]
+    lines = [f"over {len(timed)} shapes, against {BASELINE}:"]
     for name in VARIANTS:
         speeds = [s for c in cases for r in c.rows if r.variant == name and (s := ratio_of(c, r)) is not None]
         if name == BASELINE or not speeds:
@@ -64,14 +70,15 @@ def to_json(cases: list[Case], setting: dict[str, Any]) -> list[dict[str, Any]]:
     """One object per shape and variant, all round medians included."""
     rows = []
     for case in cases:
+        shape = {"model": case.model, "batch": case.batch, "seq": case.seq, **setting}
+        if case.skipped:
+            rows.append({**shape, "skipped": case.skipped})
         for row in case.rows:
             speed = ratio_of(case, row)
             rows.append(
                 {
-                    **setting,
+                    **shape,
                     "variant": row.variant,
-                    "batch": row.batch,
-                    "seq": row.seq,
                     "rounds_ms": row.timing.rounds_ms,
                     "median_ms": row.timing.median_ms,
                     "min_ms": row.timing.min_ms,
@@ -86,17 +93,17 @@ def to_json(cases: list[Case], setting: dict[str, Any]) -> list[dict[str, Any]]:
                     "wait_ms": row.wait_ms,
                     "foreign_cores": case.foreign_cores,
                     "steal": case.steal,
+                    "repeated_rounds": case.repeated,
                 }
             )
         for name, why in case.failed.items():
-            rows.append({**setting, "variant": name, "batch": case.batch, "seq": case.seq, "failed": why})
+            rows.append({**shape, "variant": name, "failed": why})
     return rows
 
 
-def setting_of(model: str, dtype: str, num_cpus: int) -> dict[str, Any]:
+def setting_of(dtype: str, num_cpus: int) -> dict[str, Any]:
     """What every JSON row repeats, so that rows of different runs can be told apart."""
     return {
-        "model": model,
         "dtype": dtype,
         "num_cpus": num_cpus,
         "torch": torch.__version__,
@@ -110,7 +117,7 @@ def write_json(path: str, rows: list[dict[str, Any]]) -> None:
 
 
 def plot(path: str, cases: list[Case], title: str) -> None:
-    """Heat maps, batch by sequence, one a variant: the table's speed-ups as colours and numbers.
+    """Heat maps, batch by sequence, a row a model and a column a variant: the table's speed-ups as colours.
 
     Raises: NumadistError without matplotlib.
     """
@@ -121,30 +128,33 @@ def plot(path: str, cases: list[Case], title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    models = list(dict.fromkeys(case.model for case in cases))
     names = [n for n in VARIANTS if n != BASELINE and any(r.variant == n for c in cases for r in c.rows)]
-    figure, axes = pyplot.subplots(1, len(names), figsize=(3.2 * len(names), 3), squeeze=False)
-    for axis, name in zip(axes[0], names, strict=True):
-        _heat_map(axis, cases, name, lambda c, r: s.median if (s := ratio_of(c, r)) else None)
+    size = (3.2 * len(names), 2.6 * len(models) + 0.4)
+    figure, axes = pyplot.subplots(len(models), len(names), figsize=size, squeeze=False)
+    for line, model in zip(axes, models, strict=True):
+        for axis, name in zip(line, names, strict=True):
+            _heat_map(axis, [case for case in cases if case.model == model], name)
+            axis.set_title(f"{model}: {name}", fontsize=9)
     figure.suptitle(f"{title}: speed-up over {BASELINE}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def _heat_map(axis: Any, cases: list[Case], name: str, value: Callable[[Case, Row], float | None]) -> None:
+def _heat_map(axis: Any, cases: list[Case], name: str) -> None:
     batches, seqs = sorted({c.batch for c in cases}), sorted({c.seq for c in cases})
     grid = torch.full((len(batches), len(seqs)), float("nan"))
     for case in cases:
         for row in case.rows:
-            speed = value(case, row) if row.variant == name else None
+            speed = ratio_of(case, row) if row.variant == name else None
             if speed is not None:
-                grid[batches.index(case.batch), seqs.index(case.seq)] = speed
+                grid[batches.index(case.batch), seqs.index(case.seq)] = speed.median
     axis.imshow(grid.numpy(), cmap="RdYlGn", vmin=0.5, vmax=1.5, aspect="auto")
     for i in range(len(batches)):
         for j in range(len(seqs)):
             if not torch.isnan(grid[i, j]):
                 axis.text(j, i, f"{grid[i, j]:.2f}", ha="center", va="center")
-    axis.set_title(name)
     axis.set_xticks(range(len(seqs)), seqs)
     axis.set_yticks(range(len(batches)), batches)
     axis.set_xlabel("sequence")

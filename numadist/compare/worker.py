@@ -1,10 +1,11 @@
 """The processes of one variant, and the pipe the harness drives them by.
 
-`python -m numadist.compare.worker SOCKET VARIANT MODEL DTYPE CPUS NODES`, under numarun for the variants with ranks.
+`python -m numadist.compare.worker SOCKET VARIANT MODEL DTYPE LONGEST CPUS NODES`, under numarun where there are ranks.
 A single process first widens or narrows its CPUs and sets its memory policy, and only then imports torch: what it
 inherits from the harness, or from a pinned rank that asks for a baseline, must not count.
 """
 
+import gc
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -25,17 +26,34 @@ from numadist.topology.cpuset import format_list, parse_list
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
 START_TIMEOUT_S = 600.0
-MAX_SHAPES = 64  # compiled for one worker before torch would fall back to eager
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all variants run: a model of numadist.models (or module:function) with room for `longest` positions."""
+
+    model: str
+    dtype: str
+    longest: int = 0
+
+    def load(self, batch: int, seq: int) -> "tuple[torch.nn.Module, dict[str, Any]]":
+        """The unsharded model and its keyword inputs for one shape."""
+        import torch
+
+        from numadist import models
+
+        return models.workload(self.model, batch, seq, getattr(torch, self.dtype), self.longest)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What forwards of one input gave: seconds of each, logits of the last position [B, V], all-reduce times."""
+    """What forwards of one shape gave: seconds of each, the last position [B, V], all-reduce times."""
 
     seconds: list[float]
-    logits: "np.ndarray"
+    last: "np.ndarray"
     all_reduce_s: float = 0.0  # of the last forward, rank 0
     wait_s: float = 0.0  # of it: waiting for the other ranks
 
@@ -49,8 +67,7 @@ class Worker:
     def __init__(
         self,
         variant: str,
-        model: str,
-        dtype: str,
+        job: Job,
         cpus: Iterable[int],
         nodes: Iterable[int] = (),
         numarun: Iterable[str] = (),
@@ -61,7 +78,8 @@ class Worker:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen(1)
-            command = [address, variant, model, dtype, format_list(cpus), format_list(nodes)]
+            command = [address, variant, job.model, job.dtype, str(job.longest)]
+            command += [format_list(cpus), format_list(nodes)]
             begin = time.monotonic()
             self._process = subprocess.Popen(self._start(command, list(numarun)))
             self._pipe = self._accept(listener)
@@ -93,9 +111,9 @@ class Worker:
             f"variant {self.variant.name} did not start (exit code {code}); see its output above"
         )
 
-    def forward(self, input_ids: "np.ndarray", times: int = 1) -> Answer:
-        """Run `times` forwards of input_ids [B, S]. Raises: NumadistError with the worker's own traceback."""
-        self._pipe.send((input_ids, times))
+    def forward(self, batch: int, seq: int, times: int = 1) -> Answer:
+        """Run `times` forwards of one shape. Raises: NumadistError with the worker's own traceback."""
+        self._pipe.send((batch, seq, times))
         return Answer(*self._receive(None))
 
     def close(self) -> None:
@@ -124,12 +142,12 @@ class Worker:
 
 def main() -> None:
     """Entry point of the worker's processes."""
-    address, name, model, dtype, cpu_list, node_list = sys.argv[1:]
-    variant = VARIANTS[name]
+    address, name, model, dtype, longest, cpu_list, node_list = sys.argv[1:]
+    variant, job = VARIANTS[name], Job(model, dtype, int(longest))
     if variant.process == "ranks":
         from numadist.compare.ranks import serve_rank
 
-        serve_rank(address, variant, model, dtype)
+        serve_rank(address, variant, job)
         return
     _syscalls.set_parent_death_signal(signal.SIGKILL)
     cpus = parse_list(cpu_list)
@@ -139,9 +157,10 @@ def main() -> None:
     binding.bind_memory(policy, parse_list(node_list))
     with connect(address) as pipe:
         if variant.process == "inprocess":
-            serve(pipe, InProcess(model, dtype))
+            shapes = OneShape(job, in_process)
         else:
-            serve(pipe, SingleProcess(variant, model, dtype, len(cpus)))
+            shapes = OneShape(job, single_process(variant, len(cpus)))
+        serve(pipe, lambda batch, seq, times: timed(*shapes(batch, seq), times))
 
 
 def connect(address: str) -> Connection:
@@ -152,78 +171,84 @@ def connect(address: str) -> Connection:
 
 
 def serve(pipe: Connection, model: Any) -> None:
-    """Answer requests until the harness hangs up. model(input_ids, times) returns the fields of an Answer."""
+    """Answer requests until the harness hangs up. model(batch, seq, times) returns the fields of an Answer."""
     pipe.send(("ok", "ready"))
     while True:
         try:
-            input_ids, times = pipe.recv()
+            batch, seq, times = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send(("ok", model(input_ids, times)))
+            pipe.send(("ok", model(batch, seq, times)))
         except Exception:
             pipe.send(("error", traceback.format_exc()))
 
 
-class SingleProcess:
-    """The unsharded model in one process."""
+class OneShape:
+    """A variant's model for one shape at a time: the last shape's weights are freed before the next is loaded.
 
-    def __init__(self, variant: Variant, model: str, dtype: str, num_threads: int):
+    make(model, inputs): what to call with the inputs instead of the model.
+    """
+
+    def __init__(self, job: Job, make: Callable[[Any, dict[str, Any]], Any]):
+        self.job, self.make = job, make
+        self.shape: tuple[int, int] | None = None
+        self.run: Any = None
+        self.inputs: dict[str, Any] = {}
+
+    def __call__(self, batch: int, seq: int) -> tuple[Any, dict[str, Any]]:
+        """What runs this shape, and its inputs."""
         import torch
 
-        from numadist import models
-
-        torch.set_num_threads(num_threads)
-        torch._dynamo.config.recompile_limit = MAX_SHAPES
-        built = models.build(model, getattr(torch, dtype))
-        modes: dict[str, dict[str, Any]] = {"plain": {}, "freezing": {"freezing": True}}
-        options = modes.get(variant.compile)
-        self.run: Any = built if options is None else torch.compile(built, dynamic=False, options=options)
-
-    def __call__(self, input_ids: "np.ndarray", times: int) -> tuple[list[float], "np.ndarray"]:
-        return timed(self.run, input_ids, times)
+        if self.shape != (batch, seq):
+            self.shape = self.run = None
+            torch.compiler.reset()  # compiled graphs hold packed weights
+            gc.collect()
+            model, self.inputs = self.job.load(batch, seq)
+            self.run = self.make(model, self.inputs)
+            self.shape = (batch, seq)
+        return self.run, self.inputs
 
 
-class InProcess:
-    """The model split over thread groups of one process, anew for every shape."""
+def single_process(variant: Variant, num_threads: int) -> Callable[[Any, dict[str, Any]], Any]:
+    """The unsharded model in one process, as OneShape makes it."""
+    import torch
 
-    def __init__(self, model: str, dtype: str):
-        import torch
+    torch.set_num_threads(num_threads)
+    modes: dict[str, dict[str, Any]] = {"plain": {}, "freezing": {"freezing": True}}
+    options = modes.get(variant.compile)
 
-        self.model, self.dtype = model, getattr(torch, dtype)
-        self.split: dict[tuple[int, ...], Any] = {}
+    def make(model: Any, inputs: dict[str, Any]) -> Any:
+        return model if options is None else torch.compile(model, dynamic=False, options=options)
 
-    def __call__(self, input_ids: "np.ndarray", times: int) -> tuple[list[float], "np.ndarray"]:
-        if input_ids.shape not in self.split:
-            self.split[input_ids.shape] = self.shard(input_ids)
-        return timed(self.split[input_ids.shape], input_ids, times)
+    return make
 
-    def shard(self, input_ids: "np.ndarray") -> Any:
-        import torch
 
-        from numadist import inprocess, models
-        from numadist.topology.sysfs import read_machine
+def in_process(model: Any, inputs: dict[str, Any]) -> Any:
+    """The model split over thread groups of one process, as OneShape makes it."""
+    from numadist import inprocess
+    from numadist.topology.sysfs import read_machine
 
-        inputs = {"input_ids": torch.from_numpy(input_ids), "use_cache": False, "logits_to_keep": 1}
-        groups = None if len(read_machine().domains) > 1 else 2
-        return inprocess.shard(models.build(self.model, self.dtype), inputs, nodes=groups, compile=True)
+    groups = None if len(read_machine().domains) > 1 else 2
+    return inprocess.shard(model, inputs, nodes=groups, compile=True)
 
 
 def timed(
-    run: Any, input_ids: "np.ndarray", times: int, before: Callable[[], None] = lambda: None
+    run: Any, inputs: Mapping[str, Any], times: int, before: Callable[[], None] = lambda: None
 ) -> tuple[list[float], "np.ndarray"]:
-    """Seconds of each forward, and the logits of the last position [B, V]. before: runs untimed before each."""
+    """Seconds of each forward, and the last position's answer [B, V]. before: runs untimed before each."""
     import torch
 
-    ids = torch.from_numpy(input_ids)
+    from numadist import models
+
     seconds = []
     with torch.no_grad():
         for _ in range(times):
             before()
             begin = time.perf_counter()
-            logits = run(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+            outputs = run(**inputs)
             seconds.append(time.perf_counter() - begin)
-    return seconds, logits[:, -1].float().numpy()
+    return seconds, models.last_position(outputs).float().numpy()
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs the extra `models`")
 
 from numadist.compare.variants import VARIANTS
-from numadist.compare.worker import Worker
+from numadist.compare.worker import Job, Worker
 from numadist.errors import NumadistError
 
 pytestmark = pytest.mark.mp
@@ -20,24 +22,29 @@ pytestmark = pytest.mark.mp
 KINDS = ["eager", "compile", "compile+single-node", "inprocess", "ranks", "ranks-noreduce"]
 
 
-def test_every_kind_of_variant_gives_a_row(tmp_path):
-    out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "numadist.cli", "compare", "--model", "gpt2-tiny", "--dtype", "float32"]
-    command += [
-        "--batch",
-        "2",
-        "--seq",
-        "16",
+def compare(folder: Path, model: str, *options: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command on one small shape; rows go to out.json in the folder."""
+    command = [
+        sys.executable,
+        "-m",
+        "numadist.cli",
+        "compare",
+        "--model",
+        model,
+        "--dtype",
+        "float32",
         "--quick",
-        "--json",
-        str(out),
-        "--plot",
-        str(tmp_path / "out.png"),
     ]
-    command += ["--variants", *KINDS]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert run.returncode == 0, run.stdout + run.stderr
-    rows = {row["variant"]: row for row in json.loads(out.read_text())}
+    command += ["--batch", "2", "--seq", "16", "--json", str(folder / "out.json"), *options]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    assert run.returncode == status, run.stdout + run.stderr
+    return run
+
+
+def test_every_kind_of_variant_gives_a_row(tmp_path):
+    run = compare(tmp_path, "gpt2-tiny", "--plot", str(tmp_path / "out.png"), "--variants", ",".join(KINDS))
+    rows = {row["variant"]: row for row in json.loads((tmp_path / "out.json").read_text())}
     assert list(rows) == KINDS
     for name, row in rows.items():
         assert "failed" not in row, row
@@ -50,14 +57,32 @@ def test_every_kind_of_variant_gives_a_row(tmp_path):
 
 def test_a_worker_that_cannot_start_or_run_is_a_clear_error():
     cpus = sorted(os.sched_getaffinity(0))
-    with pytest.raises(NumadistError, match="eager ended with exit code 1"):
-        Worker("eager", "no-such-model", "float32", cpus)
-    worker = Worker("eager", "gpt2-tiny", "float32", cpus)
+    job = Job("gpt2-tiny", "float32")
+    with pytest.raises(NumadistError, match="ranks did not start"):
+        Worker("ranks", job, cpus, numarun=["--no-such-option"])
+    worker = Worker("eager", job, cpus)
     try:
-        import numpy as np
-
-        with pytest.raises(NumadistError, match="IndexError"):
-            worker.forward(np.full((1, 4), 10**6))
-        assert worker.forward(np.ones((1, 4), dtype=np.int64)).logits.shape == (1, 512)
+        with pytest.raises(NumadistError, match="RuntimeError"):
+            worker.forward(-1, 4)
+        assert worker.forward(1, 4).last.shape == (1, 512)
     finally:
         worker.close()
+
+
+def tiny(batch: int, seq: int):
+    """A model of the caller's, as `--model module:function` names it."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+    return layers, {"input": torch.randn(batch, seq, 16)}
+
+
+def test_a_model_of_the_callers_own(tmp_path):
+    run = compare(tmp_path, f"{__name__.rpartition('.')[2]}:tiny", "--variants", "ranks")
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert [row["variant"] for row in rows] == ["eager", "compile", "ranks"], run.stdout
+    assert all(row["error"] < 1e-5 for row in rows)
+
+
+def test_an_unknown_model_is_named_before_anything_starts(tmp_path):
+    run = compare(tmp_path, "gpt5", status=1)
+    assert "unknown model 'gpt5'; known: smollm2, gpt2" in run.stderr
