@@ -21,12 +21,12 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror numadist/csrc/*.cpp numadist/csrc/*.h tests/native/*.cpp
+	$(BIN)/clang-format --dry-run --Werror numadist/csrc/*.cpp numadist/csrc/*.h tests/native/*.cpp benchmarks/*.c
 
 format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i numadist/csrc/*.cpp numadist/csrc/*.h tests/native/*.cpp
+	$(BIN)/clang-format -i numadist/csrc/*.cpp numadist/csrc/*.h tests/native/*.cpp benchmarks/*.c
 
 build: venv
 	$(BIN)/python setup.py --quiet build_ext --inplace

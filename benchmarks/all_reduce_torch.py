@@ -1,7 +1,6 @@
-"""The torch ranks of all_reduce.py: RANKS STORE SOCKET."""
+"""The torch ranks of all_reduce.py: LIBRARY COUNTER RANKS STORE SOCKET."""
 
 import json
-import os
 import socket
 import sys
 import time
@@ -10,9 +9,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from all_reduce_loop import Loop, pin
 
 from numadist import _native
-from numadist.comm.dtypes import CODES
 
 NUM_COMPILED = 16  # all_reduces in one compiled graph
 
@@ -20,21 +19,15 @@ NUM_COMPILED = 16  # all_reduces in one compiled graph
 class Systems:
     """How to all_reduce one tensor, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: str, counter: str, ranks: int) -> None:
         self.groups = {"numadist": dist.new_group(backend="numa"), "gloo": dist.new_group(backend="gloo")}
         self.ours = self.groups["numadist"]
+        self.loop = Loop(library, counter, ranks, self.ours._core())
         self.compiled: dict[tuple, tuple[Callable, Callable]] = {}
 
     def call(self, system: str, x: torch.Tensor) -> Callable[[], object]:
-        if system in self.groups:
-            group = self.groups[system]
-            return lambda: dist.all_reduce(x, group=group)
-        if system == "memcpy":
-            y = torch.ones_like(x)
-            return lambda: x.copy_(y)
-        handle, function = self.ours._core(), _native.lib.nd_all_reduce
-        address, count, dtype = x.data_ptr(), x.numel(), CODES[x.dtype]
-        return lambda: function(handle, address, address, count, dtype, _native.Op.SUM)
+        group = self.groups[system]
+        return lambda: dist.all_reduce(x, group=group)
 
     def graphs(self, x: torch.Tensor) -> tuple[Callable, Callable]:
         """A compiled graph with NUM_COMPILED all_reduces, and the same one without."""
@@ -73,8 +66,11 @@ def _keep_fake(x: torch.Tensor) -> None:
     pass
 
 
-def time_calls(systems: Systems, system: str, x: torch.Tensor, calls: int) -> list[float]:
-    """Seconds of each all_reduce; x is written between them."""
+def time_calls(systems: Systems, system: str, num_bytes: int, dtype: str, calls: int) -> list[float]:
+    """Seconds of each all_reduce; its tensor is written between them."""
+    if system in ("numadist-core", "memcpy"):
+        return systems.loop.run(num_bytes, dtype, calls, only_copy=system == "memcpy")
+    x = torch.ones(num_bytes // getattr(torch, dtype).itemsize, dtype=getattr(torch, dtype))
     if system == "numadist-compiled":
         return time_compiled(systems, x, max(1, calls // NUM_COMPILED))
     call, barrier, handle = systems.call(system, x), _native.lib.nd_barrier, systems.ours._core()
@@ -105,24 +101,22 @@ def time_compiled(systems: Systems, x: torch.Tensor, calls: int) -> list[float]:
     return [max(t - base, 0.0) / NUM_COMPILED for t in times[0]]
 
 
-def run_rank(rank: int, ranks: int, store_path: str, socket_path: str) -> None:
+def run_rank(rank: int, library: str, counter: str, ranks: int, store_path: str, socket_path: str) -> None:
     torch.set_num_threads(1)
-    cpus = sorted(os.sched_getaffinity(0))
-    if ranks <= len(cpus):
-        os.sched_setaffinity(0, {cpus[rank]})
+    pin(rank, ranks)
     dist.init_process_group("gloo", store=dist.FileStore(store_path, ranks), rank=rank, world_size=ranks)
-    systems = Systems()
+    systems = Systems(library, counter, ranks)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(socket_path)
     file = connection.makefile("rw")
     print(rank, file=file, flush=True)
     for line in file:
         job = json.loads(line)
-        dtype = getattr(torch, job["dtype"])
-        x = torch.ones(job["bytes"] // dtype.itemsize, dtype=dtype)
-        print(json.dumps(time_calls(systems, job["system"], x, job["calls"])), file=file, flush=True)
+        seconds = time_calls(systems, job["system"], job["bytes"], job["dtype"], job["calls"])
+        print(json.dumps(seconds), file=file, flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    mp.spawn(run_rank, (int(sys.argv[1]), sys.argv[2], sys.argv[3]), nprocs=int(sys.argv[1]))
+    library, counter, ranks, store_path, socket_path = sys.argv[1:]
+    mp.spawn(run_rank, (library, counter, int(ranks), store_path, socket_path), nprocs=int(ranks))

@@ -406,7 +406,7 @@ def find(name: str) -> ShmGroup:
 
 
 def stats(group: dist.ProcessGroup | None = None, reset: bool = False) -> CommStats:
-    """Counters of a group (default: the default group) since it began or since the last reset."""
+    """Counters of a group (default: the default group) since the last reset; times are taken from the first one on."""
     pg = group if group is not None else torch.distributed.group.WORLD
     if not isinstance(pg, ShmGroup):
         raise CommError(f"only groups of backend numa have counters, got {pg!r}")

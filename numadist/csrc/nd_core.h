@@ -183,6 +183,7 @@ ND_API int nd_group_report(NdGroup* group, NdReport* out);
 ND_API int nd_group_peers(NdGroup* group, int8_t* state);
 /* The last collectives this rank entered, oldest first; returns how many, at most ND_HISTORY. */
 ND_API int nd_group_history(NdGroup* group, NdCall calls[ND_HISTORY]);
+/* Calls are counted always, times from the first reset on. */
 ND_API int nd_group_stats(NdGroup* group, int reset, NdStats* out);
 
 /* ==== collectives: what each rank passes and gets ==== */

@@ -274,6 +274,9 @@ int nd_group_stats(NdGroup* g, int reset, NdStats* out) {
   if (g->magic != kMagic) return -ECHILD;
   const std::lock_guard<std::mutex> lock(*g->mutex);
   *out = g->stats;
-  if (reset) g->stats = NdStats{};
+  if (reset) {
+    g->stats = NdStats{};
+    g->timed = true;
+  }
   return 0;
 }

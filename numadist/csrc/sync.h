@@ -118,7 +118,7 @@ struct NdGroup {
   uint64_t seq;                // events I published
   uint64_t num_swaps;          // chunks that went through swap slots
   uint64_t num_colls;          // collectives entered; names the collective in reports
-  uint64_t deadline_ns;        // of the running collective
+  uint64_t deadline_ns;        // of the running collective; 0: it has not waited for long yet
   uint64_t awaited;            // the event waited for last; peers that lack it are named in a report
   NdCall call;                 // the running collective
   NdCall history[ND_HISTORY];  // collective n at [n % ND_HISTORY]
@@ -126,6 +126,7 @@ struct NdGroup {
   NdReport report;
   int8_t* peer_state;  // of the report
   NdStats stats;
+  bool timed;  // stats has times too
 };
 
 namespace nd {

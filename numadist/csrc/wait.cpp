@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kSpinsPerClock = 32;  // about 0.6 us of pause between two looks at the clock
 constexpr uint64_t kYieldNs = 1000 * 1000;
+constexpr int kYieldsPerCheck = 16;  // a look at all peers' pidfds costs as much as a yield
 // A waiter sleeps at most this long, so a publisher need not order its store before the look at `sleepers`
 // (a full fence on every publication); a wake that is missed costs one such sleep.
 constexpr long kSleepNs = 500 * 1000;
@@ -152,29 +153,43 @@ uint64_t now_ns() {
   return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
 }
 
-int wait_event_slow(NdGroup& g, int peer, uint64_t seq) {
+// Where ranks share CPUs, spinning only keeps the awaited one from running.
+static int spins_of(const NdGroup& g) { return g.options.spin_ns == 0 ? 1 : kSpinsPerClock; }
+
+// Spin until the event is there; false after `rounds` looks.
+static bool spin(NdGroup& g, int peer, uint64_t seq, int rounds) {
+  for (int i = 0; i < rounds; ++i) {
+    if (has_arrived(g, peer, seq)) return true;
+    cpu_relax();
+  }
+  return false;
+}
+
+// Spin, then yield, then sleep.
+static int wait_for_long(NdGroup& g, int peer, uint64_t seq) {
   Bell& bell = g.parts[peer].control.flag.seq;
   const uint64_t begin = now_ns();
-  uint64_t now = begin;
-  int code = 0;
-  g.awaited = seq;
-  while (code == 0) {
-    for (int i = 0; i < kSpinsPerClock; ++i) {
-      if (has_arrived(g, peer, seq)) {
-        g.stats.wait_ns += now_ns() - begin;
-        return 0;
-      }
-      cpu_relax();
-    }
-    now = now_ns();
+  if (g.deadline_ns == 0) g.deadline_ns = begin + g.options.timeout_ns;
+  for (uint64_t yields = 0; !spin(g, peer, seq, spins_of(g));) {
+    const uint64_t now = now_ns();
     if (now - begin < g.options.spin_ns) continue;
-    code = check_wait(g, peer, seq, now);
-    if (code == 0 && now - begin < g.options.spin_ns + kYieldNs)
+    const bool yield = now - begin < g.options.spin_ns + kYieldNs;
+    if (!yield || ++yields % kYieldsPerCheck == 0)
+      if (const int code = check_wait(g, peer, seq, now)) return code;
+    if (yield)
       sched_yield();
-    else if (const uint64_t seen = bell.value.load(std::memory_order_acquire); code == 0 && seen < seq)
+    else if (const uint64_t seen = bell.value.load(std::memory_order_acquire); seen < seq)
       sleep_on(bell, seen);
   }
-  g.stats.wait_ns += now - begin;
+  return 0;
+}
+
+int wait_event_slow(NdGroup& g, int peer, uint64_t seq) {
+  const uint64_t begin = g.timed ? now_ns() : 0;
+  g.awaited = seq;
+  // The usual wait is over before the clock is worth a look.
+  const int code = spin(g, peer, seq, spins_of(g)) ? 0 : wait_for_long(g, peer, seq);
+  if (begin != 0) g.stats.wait_ns += now_ns() - begin;
   return code;
 }
 
