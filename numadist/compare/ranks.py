@@ -91,5 +91,5 @@ def shard_without_sums(model: torch.nn.Module, inputs: dict[str, Any]) -> Sharde
     apply(gm, schema, dist.get_rank(), nothing)
     localize_parameters(gm, schema, dist.get_rank(), local_empty)
     sharded = ShardedModel(gm, schema, dist.get_rank(), {})
-    sharded.compile_local(options={"freezing": True})
+    sharded.compile_local(one_shape=True)
     return sharded

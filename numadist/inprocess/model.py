@@ -15,6 +15,7 @@ from numadist.shard.api import warn_left_alone
 from numadist.shard.apply import apply
 from numadist.shard.blocks import build_schema
 from numadist.shard.capture import as_args, capture
+from numadist.shard.compiled import compile_frozen
 from numadist.shard.load import localize_parameters
 from numadist.shard.schema import Schema
 from numadist.topology.sysfs import read_machine
@@ -44,9 +45,9 @@ class InProcessModel(torch.nn.Module):
         kwargs = {**self._constants, **kwargs}
         return self._team.run(lambda i: self._run[i](*args, **kwargs))[0]
 
-    def compile_local(self, **options: Any) -> None:
+    def compile_local(self, one_shape: bool = False) -> None:
         """Compile every group's graph, one after the other: Dynamo compiles in one thread at a time anyway."""
-        self._run = [torch.compile(graph, **options) for graph in self.local]
+        self._run = [compile_frozen(graph, one_shape=one_shape) for graph in self.local]
 
     def close(self) -> None:
         """End the threads; the model cannot be called afterwards."""
@@ -82,7 +83,7 @@ def shard(
     constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
     result = InProcessModel(graphs, schema, team, exchange, constants)
     if compile:
-        result.compile_local(options={"freezing": True})
+        result.compile_local(one_shape=dynamic_shapes is None)
     log.info("split over %d thread groups in this process, %d blocks", len(places), len(schema.blocks))
     return result
 
