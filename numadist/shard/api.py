@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from numadist.shard.apply import apply, check_fits
 from numadist.shard.blocks import build_schema
 from numadist.shard.capture import as_args, capture
 from numadist.shard.checkpoint import Checkpoint
+from numadist.shard.compiled import compile_frozen
 from numadist.shard.load import localize_parameters
 from numadist.shard.reduce import Emitter, emit_functional, emit_numadist
 from numadist.shard.schema import Schema
@@ -28,6 +29,7 @@ log = get_logger(__name__)
 class ShardedModel(torch.nn.Module):
     """One rank's part of a model; called as the original is, returns what the original returns on every rank.
 
+    local_bytes: of the parameters this rank holds, tied names counted once.
     Non-tensor keyword inputs of the example (`use_cache=False`) are part of the graph and may be left out.
     """
 
@@ -37,19 +39,19 @@ class ShardedModel(torch.nn.Module):
         self.schema = schema
         self.rank = rank
         self._constants = dict(constants)
-        self._run: Any = local
+        self.local_bytes = sum(p.numel() * p.element_size() for p in local.parameters())
+        self._compiled: Callable[..., Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **{**self._constants, **kwargs})
+        run = self._compiled or self.local
+        return run(*args, **{**self._constants, **kwargs})
 
-    def compile_local(self, **options: Any) -> None:
-        """Compile this rank's graph with torch.compile; the first call then takes the time compilation takes."""
-        self._run = torch.compile(self.local, **options)
+    def compile_local(self, one_shape: bool = False) -> None:
+        """Compile this rank's graph for inference; the first call then takes the time compilation takes.
 
-    @property
-    def local_bytes(self) -> int:
-        """Bytes of the parameters this rank holds, tied names counted once."""
-        return sum(p.numel() * p.element_size() for p in self.local.parameters())
+        one_shape: the graph was captured for fixed sizes; see compile_frozen.
+        """
+        self._compiled = compile_frozen(self.local, one_shape=one_shape)
 
 
 def shard(
@@ -69,7 +71,8 @@ def shard(
     dynamic_shapes: as torch.export.export takes it, for inputs whose sizes change between calls.
     weights: a .safetensors file or a folder of them, for a model made under `numadist.empty_parameters()`: only this
         rank's slices are read, into memory of its node.
-    compile: torch.compile this rank's graph, with weights packed once ("freezing"): for inference.
+    compile: torch.compile this rank's graph, with weights packed once ("freezing"): for inference. Without
+        dynamic_shapes the packed weights replace the parameters at the first call.
     train: give the collectives their backward and the parameters gradients. Dropout in training mode is not sharded.
     schema: decisions to use instead of planning, e.g. an edited `Schema.load(path)`.
     Keeps no reference to the full weights; drop yours to free them.
@@ -97,14 +100,14 @@ def shard(
     check_alike(schema, pg)
     planned = time.monotonic()
     log.info("planned %s for %d ranks in %.1f s", type(model).__name__, num_ranks, planned - begin)
-    emit = emit_trainable(pg.group_name, rank, num_ranks) if train else _emitter(pg)
+    emit = emit_trainable(pg.group_name, rank, num_ranks) if train else emitter_of(pg)
     apply(gm, schema, rank, emit)
     checkpoint = Checkpoint(weights) if weights is not None else None
     localize_parameters(gm, schema, rank, local_empty, checkpoint, train)
     constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
     sharded = ShardedModel(gm, schema, rank, constants)
     if compile:
-        sharded.compile_local(options={"freezing": True})
+        sharded.compile_local(one_shape=dynamic_shapes is None)
     log.info(
         "loaded %.1f MB of weights in %.1f s, %d blocks sharded",
         sharded.local_bytes / 1e6,
@@ -127,7 +130,7 @@ def check_alike(schema: Schema, group: dist.ProcessGroup) -> None:
         )
 
 
-def _emitter(group: dist.ProcessGroup) -> Emitter:
+def emitter_of(group: dist.ProcessGroup) -> Emitter:
     emit = emit_numadist if dist.get_backend(group) == "numa" else emit_functional
     return emit(group.group_name, dist.get_world_size(group))
 
