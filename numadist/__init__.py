@@ -17,6 +17,7 @@ _PUBLIC = {
     "BindError": "numadist.errors",
     "PlacementError": "numadist.errors",
     "ShardError": "numadist.errors",
+    "GenerateError": "numadist.errors",
     "CommError": "numadist.errors",
     "CollectiveTimeout": "numadist.errors",
     "CollectiveMismatch": "numadist.errors",
@@ -28,14 +29,18 @@ _PUBLIC = {
     "empty_parameters": "numadist.shard.fake",
     "explain": "numadist.shard.explain",
     "Schema": "numadist.shard.schema",
+    "Generator": "numadist.generate.api",
 }
 
-__all__ = ["__version__", *sorted([*_PUBLIC, "shard"])]
+# Packages that are callable.
+_CALLABLE = ("generate", "shard")
+
+__all__ = ["__version__", *sorted([*_PUBLIC, *_CALLABLE])]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "shard":  # a package that is callable
-        return importlib.import_module("numadist.shard")
+    if name in _CALLABLE:
+        return importlib.import_module(f"numadist.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'numadist' has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)

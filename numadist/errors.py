@@ -25,6 +25,10 @@ class ShardError(NumadistError):
     """A model cannot be captured, planned or loaded for this number of ranks."""
 
 
+class GenerateError(NumadistError):
+    """A model or a request that generation cannot serve, or a generation that was stopped."""
+
+
 class CommError(NumadistError, RuntimeError):
     """Base of what a collective may raise; a RuntimeError, as other backends raise, for programs that catch that."""
 

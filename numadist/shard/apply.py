@@ -38,7 +38,7 @@ def apply(gm: GraphModule, schema: Schema, rank: int, emit: Emitter) -> None:
         _insert_slices(gm, block, {**nodes, **entries}, rank)
         for name in block.lookups:
             nodes[name] = _split_lookup(gm, nodes[name], block, rank)
-        for name in block.heads:
+        for name in block.heads if emit.gather_heads else []:
             _gather_head(gm, nodes[name], block, rank, emit)
     for point in points:
         _insert_all_reduce(gm, nodes[point.name], emit)

@@ -90,6 +90,7 @@ class _Planner:
         self.deps = Dependencies(gm)
         self.index = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.contractions = {c.node: c for n in gm.graph.nodes if (c := as_contraction(n, self.deps))}
+        self.state_inputs: frozenset[str] = gm.meta.get("state_inputs", frozenset())
         self.taken: set[Node] = set()  # sinks and columns of committed blocks
 
     def run(self) -> Plan:
@@ -273,6 +274,8 @@ class _Walk:
             assert isinstance(want, Shard)
             self.params[str(node.target)] = want
             return
+        if node.target in self.planner.state_inputs and not self._used_elsewhere(node):
+            return  # lives on the ranks: each passes in its own part
         if node.op != "call_function" or self._used_elsewhere(node) or node in self.planner.taken:
             self._slice(node, want)
             return

@@ -76,6 +76,8 @@ class Emitter:
     all_gather: Emit  # [d0, ...] on each rank -> [num_ranks * d0, ...]
     # Training only: a replicated value on its way into a block; its gradient is a sum over the ranks.
     enter: Emit | None = None
+    # False: a vocabulary-split head gives each rank the logits of its own rows, for callers that need no others.
+    gather_heads: bool = True
 
 
 def emit_functional(group_name: str, num_ranks: int) -> Emitter:

@@ -275,6 +275,25 @@ def slice_(node: Node, want: Shard, ctx: Context) -> Demands:
     return {node.args[0]: want}
 
 
+@rule(aten.index_put_.default, aten.index_put.default)
+def index_put(node: Node, want: Shard, ctx: Context) -> Demands:
+    """Writes rows into a tensor at given places of the indexed dims; the other dims may be sharded."""
+    target, indices, written = node.args[:3]
+    ndim = len(shape(node))
+    indexed = [d for d, index in enumerate(indices) if index is not None]
+    if any(d in want.dims for d in indexed):
+        raise CannotShard("a write at computed places of the sharded dim")
+    # As in numpy: dims of the indices come first if a slice separates them, else where the first of them is.
+    index_ndim = max(len(shape(indices[d])) for d in indexed)
+    first = indexed[0] if indexed[-1] - indexed[0] == len(indexed) - 1 else 0
+    rest = [d for d in range(ndim) if d not in indexed]
+    place = {d: i if i < first else i + index_ndim for i, d in enumerate(rest)}
+    moved = Shard({place[d]: s for d, s in want.dims.items()})
+    demands: Demands = {target: want}
+    part = broadcast(written, index_ndim + len(rest), moved)
+    return {**demands, written: part} if part else demands
+
+
 @rule(aten.cat.default, aten.stack.default)
 def cat(node: Node, want: Shard, ctx: Context) -> Demands:
     ndim = len(shape(node))

@@ -1,0 +1,250 @@
+"""One rank's share of every step: rank 0 says what to run, all ranks run it, rank 0 gets the candidates."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numadist.errors import GenerateError
+from numadist.generate.kv import SLOT_STEP, KvTensors, round_up
+from numadist.generate.sampling import local_candidates, merge_candidates
+from numadist.generate.step import StepGraph, capture_step
+from numadist.generate.team import Team, local_heads
+from numadist.log import get_logger
+from numadist.memory.local import local_empty
+from numadist.shard import graph, rules
+from numadist.shard.api import warn_left_alone
+from numadist.shard.apply import apply, check_fits
+from numadist.shard.blocks import build_schema
+from numadist.shard.checkpoint import Checkpoint
+from numadist.shard.graph import aten
+from numadist.shard.load import localize_parameters
+from numadist.shard.placement import Shard
+from numadist.shard.schema import Schema
+
+log = get_logger(__name__)
+
+
+class Command(enum.IntEnum):
+    """What rank 0 tells the others to do."""
+
+    RUN = 0
+    MOVE = 1
+    END = 2
+    IDLE = 3
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """This rank's logits: `size` tokens from `first`; the largest part of any rank has `largest`."""
+
+    first: int
+    size: int
+    largest: int
+
+
+class Runner:
+    """The sharded step of one rank, with its KV tensors.
+
+    Rank 0 calls `run`, `move_row` and `end`; the others call `follow`, which returns at `end`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        team: Team,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        schema: Schema | None = None,
+        weights: str | Path | None = None,
+        compile: bool = False,
+        step: StepGraph | None = None,
+    ):
+        """Split the model over the team, a collective call. max_tokens: of one row, prompt and new ones together.
+
+        step: the model captured before, which this takes over.
+        """
+        self.team, self.max_rows, self.max_tokens = team, max_rows, max_tokens
+        step = step or capture_step(model)
+        self.schema = schema or build_schema(step.gm, team.num_ranks)
+        check_fits(step.gm, self.schema, team.num_ranks)
+        team.check(self.schema)
+        if team.rank == 0:
+            warn_left_alone(self.schema)
+        self.kv = KvTensors(
+            _kv_shapes(step, self.schema, team.rank), max_rows, round_up(max_tokens + 1, SLOT_STEP)
+        )
+        emitter = team.emitter
+        self.vocabulary = _vocabulary(step, self.schema, team.rank)
+        if _heads_may_stay(step, self.schema):
+            emitter = local_heads(emitter)
+        else:  # logits are whole on every rank: rank 0 alone speaks for them
+            self.vocabulary = Vocabulary(
+                0, self.vocabulary.largest if team.rank == 0 else 0, self.vocabulary.largest
+            )
+        if emitter is not None:
+            apply(step.gm, self.schema, team.rank, emitter)
+        checkpoint = Checkpoint(weights) if weights is not None else None
+        localize_parameters(step.gm, self.schema, team.rank, local_empty, checkpoint)
+        self.gm = step.gm
+        self._forward: Any = step.gm
+        # kind, rows and slots of the step; then of every row: its first position, its number of tokens, its only one
+        self._header = torch.zeros(8 + 3 * max_rows, dtype=torch.int64)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of the parameters this rank holds, tied names counted once."""
+        return sum(p.numel() * p.element_size() for p in self.gm.parameters())
+
+    def run(
+        self, first_row: int, tokens: Sequence[Sequence[int]], starts: Sequence[int], count: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Rank 0: append tokens to rows first_row, first_row + 1, ...; the candidates for what follows, best first.
+
+        starts: number of tokens each row has already. count: as local_candidates takes it. Returns values and tokens,
+        [B, C] each. Raises: GenerateError for a row that becomes too long; what the collectives raise.
+        """
+        lengths = [len(row) for row in tokens]
+        num_tokens = max(lengths)
+        num_slots = self.kv.slots_for(max(s + n for s, n in zip(starts, lengths, strict=True)))
+        payload = torch.zeros(len(tokens), num_tokens, dtype=torch.int64)
+        for i, row in enumerate(tokens):
+            payload[i, num_tokens - len(row) :] = torch.tensor(row)
+        fields = [Command.RUN, first_row, len(tokens), num_tokens, num_slots, -1 if count is None else count]
+        self._send(fields, starts, lengths, payload[:, 0] if num_tokens == 1 else ())
+        if num_tokens > 1:
+            self.team.broadcast(payload)
+        gathered = self._step(
+            first_row, payload, torch.tensor(starts), torch.tensor(lengths), num_slots, count
+        )
+        return merge_candidates(gathered, len(tokens))
+
+    def move_row(self, source: int, target: int, num_tokens: int) -> None:
+        """Rank 0: row `target` becomes what row `source` is, of which num_tokens slots are filled."""
+        self._send([Command.MOVE, source, target, num_tokens])
+        self.kv.move_row(source, target, num_tokens)
+
+    def idle(self) -> None:
+        """Rank 0: nothing to do, but alive; the others wait no longer than the group's timeout for a command."""
+        self._send([Command.IDLE])
+
+    def end(self, status: int = 0) -> None:
+        """Rank 0: let the others' `follow` return `status`."""
+        self._send([Command.END, status])
+
+    def follow(self) -> int:
+        """Other ranks: do what rank 0 says until it ends; returns the status of its `end`."""
+        while True:
+            self.team.broadcast(self._header)
+            kind, *fields = self._header[:8].tolist()
+            if kind == Command.END:
+                return fields[0]
+            if kind == Command.MOVE:
+                self.kv.move_row(*fields[:3])
+            elif kind == Command.RUN:
+                self._follow_step(*fields[:5])
+
+    def _follow_step(
+        self, first_row: int, num_rows: int, num_tokens: int, num_slots: int, count: int
+    ) -> None:
+        starts, lengths, only = self._header[8:].view(3, self.max_rows)[:, :num_rows].clone()
+        tokens = only[:, None]
+        if num_tokens > 1:
+            tokens = torch.empty(num_rows, num_tokens, dtype=torch.int64)
+            self.team.broadcast(tokens)
+        self._step(first_row, tokens, starts, lengths, num_slots, None if count < 0 else count)
+
+    def _send(self, fields: Sequence[int], *of_rows: Any) -> None:
+        if self.team.num_ranks == 1:
+            return
+        self._header[: len(fields)] = torch.tensor(fields)
+        rows = self._header[8:].view(3, self.max_rows)
+        for target, values in zip(rows, of_rows, strict=False):
+            target[: len(values)] = torch.as_tensor(values)
+        self.team.broadcast(self._header)
+
+    def _step(
+        self,
+        first_row: int,
+        tokens_BT: Tensor,
+        starts_B: Tensor,
+        lengths_B: Tensor,
+        num_slots: int,
+        count: int | None,
+    ) -> Tensor:
+        """All ranks: one forward and the exchange of candidates, [num_ranks, N]."""
+        num_rows, num_tokens = tokens_BT.shape
+        order_BT = torch.arange(num_tokens) - (num_tokens - lengths_B)[:, None]
+        positions_BT = (starts_B[:, None] + order_BT).clamp_(min=0)
+        slots_BT = positions_BT.masked_fill(order_BT < 0, num_slots - 1)
+        kv = self.kv.view(first_row, num_rows, num_slots)
+        half = len(kv) // 2
+        with torch.no_grad():
+            logits_BV = self._forward(tokens_BT, positions_BT, slots_BT, kv[:half], kv[half:])
+            if self.vocabulary.size == 0:
+                logits_BV = logits_BV[:, :1].float().fill_(-torch.inf)
+            vocabulary = self.vocabulary
+            return self.team.all_gather(
+                local_candidates(logits_BV, count, vocabulary.first, vocabulary.largest)
+            )
+
+
+def _kv_shapes(step: StepGraph, schema: Schema, rank: int) -> list[tuple[int, int, torch.dtype]]:
+    """(heads, size, dtype) of this rank's KV tensors, keys of all layers, then values."""
+    placed = {name: shard for block in schema.blocks for name, shard in block.values.items()}
+    sizes = ("key_size", "value_size")
+    shapes = []
+    for names, size in zip(step.kv_inputs(), sizes, strict=True):
+        for name, layer in zip(names, step.layers, strict=True):
+            whole = (1, layer.num_heads, 1, getattr(layer, size))
+            _, heads, _, width = placed.get(name, Shard({})).local_shape(whole, rank)
+            shapes.append((heads, width, layer.dtype))
+    return shapes
+
+
+def _vocabulary(step: StepGraph, schema: Schema, rank: int) -> Vocabulary:
+    nodes = {n.name: n for n in step.gm.graph.nodes}
+    for block in schema.blocks:
+        for name in block.heads:
+            rows = block.params[str(nodes[name].args[1].target)].dims[0]
+            ((first, stop),) = rows.cuts[rank]
+            return Vocabulary(first, stop - first, rows.local_size(0))
+    (logits,) = next(n for n in nodes.values() if n.op == "output").all_input_nodes
+    size = int(graph.shape(logits)[-1])
+    return Vocabulary(0, size, size)
+
+
+def _heads_may_stay(step: StepGraph, schema: Schema) -> bool:
+    """The split head's logits reach the output through nothing that looks across the vocabulary."""
+    nodes = {n.name: n for n in step.gm.graph.nodes}
+    todo = [nodes[name] for block in schema.blocks for name in block.heads]
+    found = bool(todo)
+    while todo:
+        node = todo.pop()
+        last = len(graph.shape(node)) - 1
+        for user in node.users:
+            if user.op == "output":
+                continue
+            along = user.target in {aten.select.int, aten.slice.Tensor} and user.args[1] % (last + 1) != last
+            if not along and rules.find_rule(user) not in {rules.pointwise, rules.identity}:
+                return False
+            todo.append(user)
+    return found
+
+
+def check_prompt(prompt: Sequence[int], max_new_tokens: int, max_tokens: int) -> None:
+    """Raises: GenerateError for an empty prompt or one that leaves no room."""
+    if not prompt:
+        raise GenerateError("a prompt has no token; give it at least one, e.g. the model's bos token")
+    if max_new_tokens < 1:
+        raise GenerateError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if len(prompt) + max_new_tokens > max_tokens:
+        raise GenerateError(
+            f"{len(prompt)} prompt tokens and {max_new_tokens} new ones are more than the {max_tokens} this generator "
+            "was made for; make it with a larger max_length"
+        )
