@@ -60,6 +60,8 @@ def rank_environment(
         "NUMADIST_NODES": format_list(placement.mem_nodes),
         "NUMADIST_NODE_MAP": "|".join(format_list(p.mem_nodes) for p in plan.ranks),
         "NUMADIST_CPUS": format_list(placement.cpus),
+        # Copies of one virtual machine are hard to tell apart from inside.
+        **({"NUMADIST_MACHINE": options.node_rank} if options.nnodes > 1 else {}),
         **({"NUMADIST_BACKEND": options.backend} if options.backend else {}),
         **_threads(inherited, options, placement, job),
         **dict(options.env),

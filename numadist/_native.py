@@ -13,7 +13,7 @@ from pathlib import Path
 
 from numadist.errors import NativeError
 
-ABI_VERSION = 6  # ND_ABI_VERSION
+ABI_VERSION = 7  # ND_ABI_VERSION
 MAX_WORLD = 512  # ND_MAX_WORLD
 NODE_WORDS = 16  # ND_NODE_WORDS
 HISTORY = 16  # ND_HISTORY
@@ -158,7 +158,7 @@ class Arguments(ctypes.Structure):
 # Arguments after the handle; every function returns 0 or -errno.
 _PTR, _PTRS = c_void_p, POINTER(c_void_p)
 _GROUP_FUNCTIONS: dict[str, list] = {
-    "nd_group_connect": [],
+    "nd_group_connect": [POINTER(c_int32)],
     "nd_group_close": [],
     "nd_group_set_timeout": [c_uint64],
     "nd_group_abort": [],
@@ -325,6 +325,22 @@ def reduce_local(isa: str, dst: int, srcs: Sequence[int], count: int, dtype: Dty
     check(code, f"{op.name} of {dtype.name} by {isa}")
 
 
+def reduce_here(dst: int, srcs: Sequence[int], count: int, dtype: int, op: Op) -> None:
+    """reduce_local by this CPU's best kernel."""
+    code = lib.nd_reduce_local(0, dst, pointers(srcs), len(srcs), count, dtype, op)
+    check(code, f"{op.name} of {Dtype(dtype).name}")
+
+
+def can_reduce(dtype: int, op: int) -> bool:
+    """Whether the reduction has a meaning: AVG is for floats, BAND, BOR and BXOR for integers."""
+    return lib.nd_reduce_local(0, None, pointers([0]), 1, 0, dtype, op) == 0
+
+
+def memory(address: int, num_bytes: int) -> ctypes.Array:
+    """Memory as an object with Python's buffer interface; it does not keep what lies there alive."""
+    return (ctypes.c_uint8 * num_bytes).from_address(address)
+
+
 # ---- groups ----------------------------------------------------------------------------------------------
 
 
@@ -367,6 +383,11 @@ def open_group(fd: int, rank: int, world: int, nonce: int, timeout_ns: int, spin
     if code < 0:
         raise OSError(-code, os.strerror(-code))
     return handle.value or 0
+
+
+def connect_group(handle: int, pids: Sequence[int]) -> int:
+    """nd_group_connect; its code. pids: the processes of the ranks."""
+    return lib.nd_group_connect(handle, (c_int32 * len(pids))(*pids))
 
 
 def group_report(handle: int) -> Report:

@@ -25,8 +25,16 @@ class Config:
     # Set by numarun for its ranks.
     job_id: str = knob("NUMADIST_JOB_ID", "", "Random id of the job; set by numarun.")
     nodes: str = knob("NUMADIST_NODES", "", "Memory nodes of this rank, e.g. `0` or `0,2`; set by numarun.")
-    node_map: str = knob("NUMADIST_NODE_MAP", "", "Memory nodes of all ranks, e.g. `0|8`; set by numarun.")
+    node_map: str = knob(
+        "NUMADIST_NODE_MAP", "", "Memory nodes of this machine's ranks, e.g. `0|8`; set by numarun."
+    )
     cpus: str = knob("NUMADIST_CPUS", "", "CPUs of this rank, e.g. `0-7`; set by numarun.")
+
+    machine: str = knob(
+        "NUMADIST_MACHINE",
+        "",
+        "Ranks with different words here share no memory; numarun sets it when there are several machines.",
+    )
 
     backend: str = knob(
         "NUMADIST_BACKEND", "", "`numa`: scripts that ask for gloo, or for no backend, get numa."

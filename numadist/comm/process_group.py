@@ -26,7 +26,7 @@ from torch.distributed import ReduceOp
 
 from numadist import _native
 from numadist._native import Arguments, Coll, Op
-from numadist.comm import jobs, segment, watch
+from numadist.comm import jobs, members, segment, watch
 from numadist.comm.choose import SHARED_BYTES
 from numadist.comm.dtypes import CODES, OPS, REDUCIBLE
 from numadist.comm.dynamo import hide_from_dynamo
@@ -43,7 +43,7 @@ from numadist.log import get_logger
 log = get_logger(__name__)
 _lib = _native.lib
 _nd_all_reduce = _lib.nd_all_reduce
-_BLOCKING = SimpleNamespace(asyncOp=False)
+BLOCKING = SimpleNamespace(asyncOp=False)
 # dtypes of at most 8 bytes, one element of the core's each. Plain ints: ctypes takes an IntEnum three times slower.
 _PLAIN = {dtype: int(code) for dtype, (code, width) in REDUCIBLE.items() if width == 1}
 
@@ -63,13 +63,15 @@ class CommStats:
 class ShmGroup(dist.ProcessGroup):
     """Ranks of one machine that share a segment. One handle of the core, closed by shutdown()."""
 
-    def __init__(self, handle: int, rank: int, world: int, timeout_s: float, global_ranks: Sequence[int]):
+    def __init__(
+        self, handle: int, rank: int, world: int, timeout_s: float, nodes: list[list[int]] | None = None
+    ):
         super().__init__(rank, world)  # type: ignore[call-arg]
         self._handle: int | None = handle
         self._rank = rank
         self._world = world
         self._timeout_s = timeout_s
-        self.global_ranks = list(global_ranks)
+        self.nodes = nodes  # memory nodes of each rank, where numarun says them
         self._name = ""
         self._desc = ""
         self._outstanding: deque[PendingWork] = deque()
@@ -170,7 +172,7 @@ class ShmGroup(dist.ProcessGroup):
         dtype = _PLAIN.get(t.dtype)
         address = t.data_ptr() if t.is_cpu and t.layout is torch.strided else 1
         if dtype is None or address & 7 or self._regions or not t.is_contiguous() or t.is_neg():
-            self._run(_BLOCKING, [jobs.in_place(Coll.ALL_REDUCE, t, op, region=self._region_of(t))], [t], op)
+            self._run(BLOCKING, [jobs.in_place(Coll.ALL_REDUCE, t, op, region=self._region_of(t))], [t], op)
             return
         code = _nd_all_reduce(self._core(), address, address, t.numel(), dtype, int(op))
         if code:
@@ -323,7 +325,7 @@ class ShmGroup(dist.ProcessGroup):
     def _gathered(self, x: Tensor) -> list[Tensor]:
         """Everybody's x, in rank order."""
         outs = [torch.empty_like(x) for _ in range(self._world)]
-        self._run(_BLOCKING, [jobs.all_gather(outs, x)], [])
+        self._run(BLOCKING, [jobs.all_gather(outs, x)], [])
         return outs
 
     def add_region(self, region: Region) -> None:
@@ -388,11 +390,23 @@ def create(options: Any, backend_options: Any) -> ShmGroup:
     rank, world = options.group_rank, options.group_size
     if not 1 <= world <= _native.MAX_WORLD:
         raise CommError(f"backend numa takes 1 to {_native.MAX_WORLD} ranks, this group has {world}")
-    timeout_s = options.timeout.total_seconds()
-    ranks = list(options.global_ranks_in_group) or list(range(world))
-    handle = segment.open_group(options.store, rank, world, timeout_s, ranks)
+    group = connect(options.store, rank, world, options.timeout.total_seconds())
     log.debug("rank %d of %d: group %s connected", rank, world, options.group_id)
-    return ShmGroup(handle, rank, world, timeout_s, ranks)
+    return group
+
+
+def connect(store: dist.Store, rank: int, world: int, timeout_s: float) -> ShmGroup:
+    """A group over all ranks that meet in the store under its present prefix."""
+    everybody = members.meet(store, rank, world, timeout_s)
+    machines = members.machines_of(everybody)
+    if len(machines) == 1:
+        handle = segment.open_group(store, range(world), rank, everybody, timeout_s)
+        return ShmGroup(handle, rank, world, timeout_s, segment.nodes_of(everybody))
+    from numadist.comm.machines import MachinesGroup
+
+    mine = next(ranks for ranks in machines if rank in ranks)
+    handle = segment.open_group(store, mine, rank, [everybody[r] for r in mine], timeout_s)
+    return MachinesGroup(handle, rank, machines, timeout_s, store)
 
 
 def find(name: str) -> ShmGroup:

@@ -1,46 +1,40 @@
-"""How ranks come to share a segment: rank 0 makes a memfd, the others open it through /proc."""
+"""How the ranks of one machine come to share a segment: the first makes a memfd, the others open it through /proc."""
 
+import contextlib
 import errno
 import json
 import os
 import secrets
+import select
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
 from torch.distributed import Store
 
 from numadist import _native
 from numadist.comm.choose import one_shot_bytes
+from numadist.comm.members import Member
 from numadist.config import config
-from numadist.errors import CommError, ConfigError
+from numadist.errors import CommError, PeerLost
 from numadist.log import get_logger
 
 log = get_logger(__name__)
 
-KEY = "numadist/segment"
-# A key left by an earlier run (file stores keep them) points nowhere or to a stranger until rank 0 overwrites
-# it, so a segment that cannot be opened is tried again this long before it is an error.
+# A key left by an earlier run (file stores keep them) points nowhere or to a stranger until the first rank
+# overwrites it, so a segment that cannot be opened is tried again this long before it is an error.
 STALE_S = 20.0
+POLL_S = 0.2  # between two looks whether the first rank still lives
 
 
-def nodes_of_ranks(global_ranks: Sequence[int]) -> list[list[int]] | None:
-    """Memory nodes of the group's ranks from numarun's NUMADIST_NODE_MAP; None: not started by numarun."""
-    text = config().node_map
-    if not text:
-        return None
-    try:
-        all_ranks = [[int(node) for node in part.split(",")] for part in text.split("|")]
-        return [all_ranks[rank] for rank in global_ranks]
-    except (ValueError, IndexError):
-        raise ConfigError(
-            f"NUMADIST_NODE_MAP={text!r} must list the nodes of every rank, like `0|1`; this group has ranks "
-            f"{list(global_ranks)}"
-        ) from None
+def key_of(ranks: Sequence[int]) -> str:
+    """Where the first of these ranks publishes their segment."""
+    return f"numadist/segment/{ranks[0]}"
 
 
-def _machine_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def nodes_of(members: Sequence[Member]) -> list[list[int]] | None:
+    """Memory nodes of each rank; None: a rank was not started by numarun, so nothing is bound."""
+    return [list(m.nodes) for m in members] if all(m.nodes for m in members) else None
 
 
 def _create(world: int, nonce: int, nodes: list[list[int]] | None) -> int:
@@ -57,40 +51,38 @@ def _create(world: int, nonce: int, nodes: list[list[int]] | None) -> int:
         return _create(world, nonce, None)
 
 
-def _publish(store: Store, world: int, nodes: list[list[int]] | None) -> tuple[int, int]:
-    """Make the segment and tell the others; returns (fd, nonce)."""
-    nonce = secrets.randbits(64)
-    fd = _create(world, nonce, nodes)
-    place = {"machine": _machine_id(), "pid": os.getpid(), "fd": fd, "nonce": nonce}
-    store.set(KEY, json.dumps(place))
-    return fd, nonce
-
-
-def _open_published(text: bytes, rank: int, world: int, timeout_ns: int, spin_ns: int) -> int:
-    """Handle on the segment a store value names. Raises: OSError if it is stale or out of reach."""
-    place = json.loads(text)
-    if place["machine"] != _machine_id():
-        raise OSError(errno.EXDEV, "rank 0 runs on another machine")
+def _open(place: dict, local_rank: int, world: int, timeout_ns: int) -> int:
+    """Handle on a published segment. Raises: OSError if it is stale or out of reach."""
     fd = os.open(f"/proc/{place['pid']}/fd/{place['fd']}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        return _native.open_group(fd, rank, world, place["nonce"], timeout_ns, spin_ns)
+        return _native.open_group(fd, local_rank, world, place["nonce"], timeout_ns, config().spin_us * 1000)
     finally:
         os.close(fd)
 
 
-def open_group(store: Store, rank: int, world: int, timeout_s: float, global_ranks: Sequence[int]) -> int:
-    """Handle of a group whose ranks have all mapped one segment. Raises: CommError; what the store raises."""
-    timeout_ns, spin_ns = int(timeout_s * 1e9), config().spin_us * 1000
-    if rank == 0:
-        fd, nonce = _publish(store, world, nodes_of_ranks(global_ranks))
+def open_group(
+    store: Store, ranks: Sequence[int], rank: int, members: Sequence[Member], timeout_s: float
+) -> int:
+    """Handle of a group of `ranks`, all on this machine, once all have mapped one segment.
+
+    rank is one of them, members are theirs, in the same order. Raises: CommError; what the store raises.
+    """
+    local_rank, world, timeout_ns = ranks.index(rank), len(ranks), int(timeout_s * 1e9)
+    _check_namespaces(ranks, rank, members)
+    pids = [m.pid for m in members]
+    if local_rank == 0:
+        nonce = secrets.randbits(64)
+        fd = _create_or_tell(store, ranks, nonce, members)
         try:
-            handle = _native.open_group(fd, 0, world, nonce, timeout_ns, spin_ns)
-            code = _native.lib.nd_group_connect(handle)
+            place = {"pid": os.getpid(), "fd": fd, "nonce": nonce}
+            store.set(key_of(ranks), json.dumps(place))
+            handle = _open(place, 0, world, timeout_ns)
+            code = _native.connect_group(handle, pids)
         finally:
             os.close(fd)
     else:
-        handle = _open_when_published(store, rank, world, timeout_ns, spin_ns)
-        code = _native.lib.nd_group_connect(handle)
+        handle = _open_when_published(store, ranks, rank, members[0], timeout_s)
+        code = _native.connect_group(handle, pids)
     if code > 0:
         log.warning(
             "pidfd_open is not allowed here: a rank that dies is noticed only when the timeout is over"
@@ -98,23 +90,88 @@ def open_group(store: Store, rank: int, world: int, timeout_s: float, global_ran
     if code < 0:
         from numadist.comm.watch import error_of
 
-        error = error_of(handle, code, "being made", rank, world, timeout_s)
+        error = error_of(handle, code, "being made", local_rank, world, timeout_s)
         _native.lib.nd_group_close(handle)
         raise error
     return handle
 
 
-def _open_when_published(store: Store, rank: int, world: int, timeout_ns: int, spin_ns: int) -> int:
-    deadline = time.monotonic() + min(STALE_S, timeout_ns / 1e9)
-    while True:
-        text = store.get(KEY)
-        try:
-            return _open_published(text, rank, world, timeout_ns, spin_ns)
-        except OSError as error:
-            if time.monotonic() > deadline:
+def _check_namespaces(ranks: Sequence[int], rank: int, members: Sequence[Member]) -> None:
+    mine = members[ranks.index(rank)].pid_namespace
+    for other, member in zip(ranks, members, strict=True):
+        if member.pid_namespace != mine:
+            raise CommError(
+                f"rank {rank} is in pid namespace {mine}, rank {other} in {member.pid_namespace} of the same machine: "
+                f"they cannot open each other's memory through /proc. Give their containers one pid namespace (docker "
+                f"run --pid=host or --pid=container:NAME), or set NUMADIST_MACHINE to another word in each, and they "
+                f"talk over Gloo as machines do."
+            )
+
+
+def _create_or_tell(store: Store, ranks: Sequence[int], nonce: int, members: Sequence[Member]) -> int:
+    """The segment's fd; when there is none for want of memory, the others are told why before this rank raises."""
+    try:
+        return _create(len(ranks), nonce, nodes_of(members))
+    except CommError as error:
+        store.set(key_of(ranks), json.dumps({"pid": os.getpid(), "error": str(error)}))
+        raise
+
+
+def _open_when_published(
+    store: Store, ranks: Sequence[int], rank: int, first: Member, timeout_s: float
+) -> int:
+    """The handle of a rank that is not the first of its machine."""
+    until = time.monotonic() + timeout_s
+    stale_until = time.monotonic() + min(STALE_S, timeout_s)
+    with _watched(first.pid) as is_gone:
+        while True:
+            place = _published(store, ranks, first, until, is_gone)
+            reason = place.get("error")
+            if reason is None:
+                try:
+                    return _open(place, ranks.index(rank), len(ranks), int(timeout_s * 1e9))
+                except OSError as error:
+                    reason = error.strerror
+            elif place["pid"] == first.pid:
+                raise CommError(f"rank {ranks[0]}: {reason}")
+            if time.monotonic() > stale_until:
                 raise CommError(
-                    f"rank {rank} cannot open the segment of rank 0 ({text.decode()}): {error.strerror}. "
-                    f"All ranks must run on one machine, under one user, in one pid namespace."
+                    f"rank {rank} cannot open the segment of rank {ranks[0]} (pid {place['pid']}): {reason}. "
+                    f"Ranks of one machine must run under one user, with /proc mounted and not hidden (hidepid)."
+                )
+            # Yield to the process that serves the store; there is no event for an overwritten key.
+            time.sleep(0.002)
+
+
+def _published(store: Store, ranks: Sequence[int], first: Member, until: float, is_gone) -> dict:
+    """What the first rank published. Raises: PeerLost when it died before; what the store raises at the end."""
+    key = key_of(ranks)
+    while True:
+        left_s = max(until - time.monotonic(), 0.001)
+        try:
+            store.wait([key], timedelta(seconds=min(POLL_S, left_s)))
+            return json.loads(store.get(key))
+        except RuntimeError:  # each kind of store has its own
+            if is_gone():
+                raise PeerLost(
+                    f"rank {ranks[0]} (pid {first.pid}) is gone before the group was made. Its own output says why."
                 ) from None
-        # Yield to the process that serves the store; there is no event for an overwritten key.
-        time.sleep(0.002)
+            if left_s < POLL_S:
+                raise
+
+
+@contextlib.contextmanager
+def _watched(pid: int) -> Iterator:
+    """A function that tells whether a process has ended; never, where there are no pidfds."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        yield lambda: True
+        return
+    except OSError:
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(select.select([fd], [], [], 0)[0])
+    finally:
+        os.close(fd)

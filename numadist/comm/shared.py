@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from numadist import _native
-from numadist.comm.segment import nodes_of_ranks
 from numadist.errors import CommError
 
 
@@ -76,7 +75,7 @@ def _make_region(pg: Any, stride: int) -> Region:
     fd, code = -1, 0
     if rank == 0:
         try:
-            fd = _native.create_region(world, stride, nodes_of_ranks(pg.global_ranks))
+            fd = _native.create_region(world, stride, pg.nodes)
         except OSError as error:
             code = -(error.errno or errno.EIO)
     # Sizes differ: the broadcast of what rank 0 says is compared by all.

@@ -9,7 +9,7 @@ from numadist.comm.dtypes import NAMES
 from numadist.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost
 
 _SHOWN_CALLS = 4
-_REDUCING = {Coll.ALL_REDUCE, Coll.REDUCE_SCATTER, Coll.REDUCE, Coll.ALL_REDUCE_FUSED, Coll.ALL_REDUCE_SHARED}
+REDUCING = {Coll.ALL_REDUCE, Coll.REDUCE_SCATTER, Coll.REDUCE, Coll.ALL_REDUCE_FUSED, Coll.ALL_REDUCE_SHARED}
 # What a call's `root` says.
 _ROOT_IS = dict.fromkeys((Coll.BROADCAST, Coll.SCATTER, Coll.GATHER, Coll.REDUCE), "root") | {
     Coll.SEND: "to",
@@ -24,7 +24,7 @@ def describe(call: Call) -> str:
     coll = Coll(call.coll)
     if coll in (Coll.BARRIER, Coll.CONNECT):
         return coll.name.lower()
-    words = [Op(call.op).name] if coll in _REDUCING else []
+    words = [Op(call.op).name] if coll in REDUCING else []
     words += [NAMES.get(call.dtype, f"dtype {call.dtype}"), f"{call.bytes} bytes"]
     if call.root >= 0 and coll in _ROOT_IS:
         words.append(f"{_ROOT_IS[coll]} {call.root}")

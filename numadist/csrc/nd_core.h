@@ -29,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 6
+#define ND_ABI_VERSION 7
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_HISTORY 16
@@ -170,9 +170,10 @@ ND_API int nd_group_open(int fd, int rank, int world, uint64_t nonce, const NdOp
  */
 ND_API int nd_segment_map(int fd, int world, uint64_t nonce, void** segment);
 ND_API int nd_group_open_mapped(void* segment, int rank, int world, const NdOptions* options, NdGroup** out);
-/* Wait until every rank has opened; from here on peers are watched. 1: done, but this kernel or container has
- * no pidfds, so a dead peer is noticed at the deadline only. */
-ND_API int nd_group_connect(NdGroup* group);
+/* Wait until every rank has opened; from here on peers are watched. pids: the processes that will open as
+ * each rank, 0 where not known, or NULL; one of them that dies before is -EOWNERDEAD. 1: done, but this
+ * kernel or container has no pidfds, so a dead peer is noticed at the deadline only. */
+ND_API int nd_group_connect(NdGroup* group, const int32_t* pids);
 /* Release everything; NULL is allowed. Peers that still wait for this rank see -EOWNERDEAD. */
 ND_API int nd_group_close(NdGroup* group);
 ND_API int nd_group_set_timeout(NdGroup* group, uint64_t timeout_ns);

@@ -176,6 +176,8 @@ int nd_group_open_mapped(void* segment, int rank, int world, const NdOptions* op
 // has no pidfds, so its death shows by the deadline alone.
 static int watch_peer(NdGroup& g, int peer) {
   const Identity& id = g.parts[peer].control.identity;
+  if (g.pidfds[peer] >= 0) close(g.pidfds[peer]);
+  g.pidfds[peer] = -1;
   if (id.pid == getpid()) return 0;
   const int fd = static_cast<int>(syscall(SYS_pidfd_open, id.pid, 0u));
   const int code = fd < 0 ? -errno : 0;
@@ -187,25 +189,45 @@ static int watch_peer(NdGroup& g, int peer) {
   return code == 0 || code == -ESRCH ? -EOWNERDEAD : code;
 }
 
-int nd_group_connect(NdGroup* group) {
+// The first rank that has not opened yet, world if there is none. -EOWNERDEAD: one never will, its process is
+// gone.
+static int first_missing(NdGroup& g, const int32_t* pids) {
+  int first = g.world;
+  for (int p = 0; p < g.world; ++p) {
+    const Identity& id = g.parts[p].control.identity;
+    if (id.state.load(std::memory_order_acquire) >= kOpened) continue;
+    first = first < p ? first : p;
+    if (pids == nullptr || pids[p] <= 0) continue;
+    if (g.pidfds[p] < 0) g.pidfds[p] = static_cast<int>(syscall(SYS_pidfd_open, pids[p], 0u));
+    if (!(g.pidfds[p] < 0 ? errno == ESRCH : is_gone(g, p))) continue;
+    // It may have opened, had nothing to do and left since we looked.
+    if (id.state.load(std::memory_order_acquire) < kOpened)
+      return fail(g, NdReport{-EOWNERDEAD, 0, p, pids[p], 0, g.call, NdCall{}});
+  }
+  return first;
+}
+
+int nd_group_connect(NdGroup* group, const int32_t* pids) {
   NdGroup& g = *group;
   g.call = NdCall{ND_CONNECT, 0, 0, 0, -1, 0};
   const uint64_t deadline = now_ns() + g.options.timeout_ns;
+  for (;;) {
+    const int missing = first_missing(g, pids);
+    if (missing < 0) return missing;
+    if (missing == g.world) break;
+    if (g.header->abort.load(std::memory_order_acquire) != kRunning) return adopt_abort(g);
+    if (now_ns() >= deadline) return fail_call(g, -ETIMEDOUT, missing, NdCall{});
+    // Processes may be seconds apart here, and must not starve the one that serves the store.
+    const timespec pause{0, 100 * 1000};
+    nanosleep(&pause, nullptr);
+  }
   uint64_t cpus[16] = {};
   int unwatched = 0;
   for (int p = 0; p < g.world; ++p) {
-    Identity& id = g.parts[p].control.identity;
-    while (id.state.load(std::memory_order_acquire) < kOpened) {
-      if (g.header->abort.load(std::memory_order_acquire) != kRunning) return adopt_abort(g);
-      if (now_ns() >= deadline) return fail_call(g, -ETIMEDOUT, p, NdCall{});
-      // Processes may be seconds apart here, and must not starve the one that serves the store.
-      const timespec pause{0, 100 * 1000};
-      nanosleep(&pause, nullptr);
-    }
     const int rc = watch_peer(g, p);
     if (rc < 0) return rc == -EOWNERDEAD ? fail_call(g, rc, p, NdCall{}) : rc;
     unwatched |= rc;
-    for (int i = 0; i < 16; ++i) cpus[i] |= id.cpus[i];
+    for (int i = 0; i < 16; ++i) cpus[i] |= g.parts[p].control.identity.cpus[i];
   }
   int num_cpus = 0;
   for (const uint64_t word : cpus) num_cpus += __builtin_popcountll(word);

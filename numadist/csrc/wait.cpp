@@ -127,7 +127,6 @@ int fail(NdGroup& g, const NdReport& report) {
   if (known != 0) return known;  // another thread of this rank was first
   g.report = report;
   g.report.reporter = g.rank;
-  g.report.peer_pid = 0;
   if (report.peer >= 0) {
     const Identity& peer = g.parts[report.peer].control.identity;
     if (peer.state.load(std::memory_order_acquire) >= kOpened) g.report.peer_pid = peer.pid;

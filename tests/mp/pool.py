@@ -16,7 +16,11 @@ from typing import Any
 ANSWER_S = 50.0
 
 
-def _serve(rank: int, world: int, store_path: str, backend: str, timeout_s: float, pipe: Any) -> None:
+def _serve(
+    rank: int, world: int, store_path: str, backend: str, timeout_s: float, machine: str, pipe: Any
+) -> None:
+    if machine:
+        os.environ["NUMADIST_MACHINE"] = machine
     import torch
     import torch.distributed as dist
 
@@ -41,13 +45,14 @@ def _serve(rank: int, world: int, store_path: str, backend: str, timeout_s: floa
 class Pool:
     """`world` ranks in processes of their own, in one process group."""
 
-    def __init__(self, world: int, backend: str, timeout_s: float, folder: str):
+    def __init__(self, world: int, backend: str, timeout_s: float, machines: str, folder: str):
         context = mp.get_context("spawn")
         self.world = world
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            args = (rank, world, os.path.join(folder, "store"), backend, timeout_s, theirs)
+            machine = machines[rank : rank + 1]
+            args = (rank, world, os.path.join(folder, "store"), backend, timeout_s, machine, theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -89,9 +94,10 @@ class Pool:
 
 
 @contextlib.contextmanager
-def ranks(world: int, backend: str = "numa", timeout_s: float = 30.0) -> Iterator[Pool]:
+def ranks(world: int, backend: str = "numa", timeout_s: float = 30.0, machines: str = "") -> Iterator[Pool]:
+    """machines: a letter a rank; ranks with different letters behave as on different machines."""
     with tempfile.TemporaryDirectory() as folder:
-        pool = Pool(world, backend, timeout_s, folder)
+        pool = Pool(world, backend, timeout_s, machines, folder)
         try:
             yield pool
         finally:

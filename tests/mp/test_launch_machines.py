@@ -62,24 +62,74 @@ def start(machine: str, node_rank: int, script: Path, *options: str) -> subproce
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_two_machines_make_one_job(tmp_path, machines):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+def run_job(machines: list[str], script: Path, port: str, *options: str) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each machine's numarun."""
 
     def once() -> list[tuple[int, str, str]]:
         jobs = [
-            start(machine, node, script, "--master-port", "29513") for node, machine in enumerate(machines)
+            start(machine, node, script, "--master-port", port, *options)
+            for node, machine in enumerate(machines)
         ]
         return [(job.returncode, *output) for job in jobs for output in [job.communicate(timeout=LIMIT_S)]]
 
     def stderr_if_any_failed(ends: list[tuple[int, str, str]]) -> str | None:
         return "".join(stderr for _, _, stderr in ends) if any(code for code, *_ in ends) else None
 
-    ends = run_gloo(once, stderr_if_any_failed)
+    return run_gloo(once, stderr_if_any_failed)
+
+
+def test_two_machines_make_one_job(tmp_path, machines):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ends = run_job(machines, script, "29513")
     assert [code for code, *_ in ends] == [0, 0], ends
     for node, (_, stdout, _) in enumerate(ends):
         ranks = sorted(re.findall(r"^\[r(\d)\] seen (.*)$", stdout, re.M))
         assert ranks == [(str(2 * node + i), f"15.0 {2 * node + i} {i} 2 {node} 2 4") for i in (0, 1)]
+
+
+TRAINING = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+torch.set_num_threads(1)
+dist.init_process_group("numa")
+gloo = dist.new_group(backend="gloo")
+losses = {}
+for group in (dist.group.WORLD, gloo):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    model = DistributedDataParallel(model, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(64, 16)
+    for _ in range(20):
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    losses[group] = loss.item()
+ours, theirs = losses.values()
+local = dist.new_subgroups(2)[0]
+y = torch.tensor([float(dist.get_rank())])
+dist.all_reduce(y, group=local)
+print("trained", type(dist.group.WORLD).__name__, type(local).__name__, y.item(), ours, theirs, flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ddp_over_two_machines_trains_as_on_gloo(tmp_path, machines):
+    script = tmp_path / "script.py"
+    script.write_text(TRAINING)
+    ends = run_job(machines, script, "29514")
+    assert [code for code, *_ in ends] == [0, 0], ends
+    seen = re.findall(r"^\[r(\d)\] trained (\w+) (\w+) (\S+) (\S+) (\S+)$", ends[0][1] + ends[1][1], re.M)
+    assert sorted(rank for rank, *_ in seen) == ["0", "1", "2", "3"], ends
+    for rank, whole, local, total, ours, theirs in seen:
+        assert (whole, local) == ("MachinesGroup", "ShmGroup"), f"rank {rank}"
+        assert float(total) == (1.0 if int(rank) < 2 else 5.0), f"rank {rank}"
+        assert float(ours) == pytest.approx(float(theirs), rel=1e-5), f"rank {rank}"
+        assert float(ours) < 5, f"rank {rank} did not learn: {ours}"
 
 
 def test_several_machines_need_the_address_of_the_first():

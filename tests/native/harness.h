@@ -49,7 +49,7 @@ inline void run_ranks(int world, const std::function<void(int, NdGroup*)>& body,
       const NdOptions options{settings.timeout_ns, settings.spin_ns};
       NdGroup* group = nullptr;
       CHECK_EQ(nd_group_open_mapped(segment, rank, world, &options, &group), 0, "rank %d", rank);
-      CHECK_EQ(nd_group_connect(group), 0, "rank %d", rank);
+      CHECK_EQ(nd_group_connect(group, nullptr), 0, "rank %d", rank);
       body(rank, group);
       CHECK_EQ(nd_group_close(group), 0, "rank %d", rank);
     });

@@ -203,7 +203,7 @@ int run_until_failure(int fd, int ready, int rank, int world, unsigned seed) {
   const NdOptions options{60 * kSecond, 20000};
   NdGroup* group = nullptr;
   int code = nd_group_open(fd, rank, world, 7, &options, &group);
-  if (code == 0) code = nd_group_connect(group);
+  if (code == 0) code = nd_group_connect(group, nullptr);
   if (write(ready, "r", 1) != 1) return 1;
   std::vector<float> x(100000);
   std::mt19937 plan(seed);
@@ -259,7 +259,7 @@ void stopped_process_is_late() {
     const NdOptions options{kSecond / 5, 20000};
     NdGroup* group = nullptr;
     int code = nd_group_open(fd, rank, 2, 7, &options, &group);
-    if (code == 0) code = nd_group_connect(group);
+    if (code == 0) code = nd_group_connect(group, nullptr);
     float x = 1;
     for (int n = 0; code == 0; ++n) {
       if (rank == 1 && n == 1000) raise(SIGSTOP);

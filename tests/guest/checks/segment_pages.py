@@ -28,7 +28,7 @@ def pages_off_their_node(address: int, num_bytes: int) -> tuple[int, dict[str, i
 
 def run_rank(rank: int) -> None:
     handle = _native.open_group(fd, rank, 2, 7, 60 * 10**9, 0)
-    assert _native.lib.nd_group_connect(handle) == 0
+    assert _native.lib.nd_group_connect(handle, None) == 0
     source, result = _native.map_memory(COUNT * 4), _native.map_memory(COUNT * 4)
     for _ in range(3):
         code = _native.lib.nd_all_reduce(handle, source, result, COUNT, _native.Dtype.I32, _native.Op.SUM)

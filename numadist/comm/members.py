@@ -1,0 +1,73 @@
+"""Who is in a group: what its ranks tell each other through the store before they share memory."""
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import Store
+
+from numadist.config import config
+from numadist.errors import CollectiveTimeout
+from numadist.topology.cpuset import parse_list
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank, by its own words."""
+
+    machine: str  # ranks that share memory have the same
+    pid: int
+    pid_namespace: str  # the one that pid counts in
+    nodes: tuple[int, ...]  # memory nodes; empty: not started by numarun
+
+
+def this_process() -> Member:
+    nodes = parse_list(config().nodes) if config().nodes else ()
+    return Member(_machine(), os.getpid(), os.readlink("/proc/self/ns/pid"), tuple(nodes))
+
+
+@functools.cache
+def _machine() -> str:
+    """The running kernel, and what NUMADIST_MACHINE says: copies of one virtual machine have one boot id."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{config().machine}@{boot}"
+
+
+def meet(store: Store, rank: int, world: int, timeout_s: float) -> list[Member]:
+    """All ranks' members, in rank order. Raises: CollectiveTimeout naming who did not come."""
+    if world == 1:
+        return [this_process()]
+    keys = [f"numadist/member/{r}" for r in range(world)]
+    store.set(keys[rank], json.dumps(asdict(this_process())))
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:  # each kind of store has its own
+        late = [r for r, key in enumerate(keys) if not _has(store, key)]
+        if not late:
+            raise
+        raise CollectiveTimeout(
+            f"rank {rank}: group being made: not arrived within {timeout_s:g} s: "
+            f"{', '.join(f'rank {r} (never joined)' for r in late)}. Look what these ranks do (py-spy dump "
+            f"--pid), or raise the timeout of init_process_group."
+        ) from error
+    found = [json.loads(store.get(key)) for key in keys]
+    return [Member(**{**entry, "nodes": tuple(entry["nodes"])}) for entry in found]
+
+
+def _has(store: Store, key: str) -> bool:
+    with contextlib.suppress(RuntimeError):
+        return bool(store.check([key]))
+    return False
+
+
+def machines_of(members: Sequence[Member]) -> list[list[int]]:
+    """The ranks of each machine, machines in the order of their first rank."""
+    found: dict[str, list[int]] = {}
+    for rank, member in enumerate(members):
+        found.setdefault(member.machine, []).append(rank)
+    return list(found.values())
