@@ -41,7 +41,7 @@ def team_of(group: dist.ProcessGroup | None) -> Team:
 
     def all_gather(x: Tensor) -> Tensor:
         out = torch.empty(num_ranks * x.numel(), dtype=x.dtype)
-        dist.all_gather_into_tensor(out, x, group=pg)
+        dist.all_gather_single(out, x, group=pg)
         return out.view(num_ranks, x.numel())
 
     def broadcast(x: Tensor) -> None:

@@ -58,7 +58,7 @@ def generators(name: str, num_ranks: int, **options: Any) -> list[Generator]:
             num_ranks,
             board.emitter(rank),
             lambda x: torch.stack(board._exchange(x, rank)),
-            lambda x: x.copy_(board._exchange(x, rank)[0]),
+            lambda x: x.copy_(board._exchange(x.clone(), rank)[0]),  # the sender may write to x again
             lambda schema: None,
         )
 
