@@ -26,6 +26,8 @@ def capture(
     The graph is torch.export's pre-dispatch ATen: linear, gelu, layer_norm and attention are still whole.
     Raises: ShardError if the model cannot be exported (control flow that depends on data, graph breaks).
     """
+    if isinstance(dynamic_shapes, dict):  # torch.export wants every input named, fixed ones with None
+        dynamic_shapes = {**dict.fromkeys(kwargs), **dynamic_shapes}
     try:
         with torch.no_grad():
             program = torch.export.export(

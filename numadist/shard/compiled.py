@@ -13,6 +13,8 @@ import torch
 import torch._inductor.config as inductor_config
 from torch.utils._pytree import tree_leaves
 
+from numadist.shard.linears import write_linears
+
 
 def compile_frozen(
     module: torch.nn.Module, dynamic: bool | None = None, one_shape: bool = False
@@ -23,6 +25,8 @@ def compile_frozen(
     one_shape: inputs never change their sizes, so what was packed is dropped from the module, which then holds the
     weights once instead of twice and runs only through what is returned here.
     """
+    if isinstance(module, torch.fx.GraphModule):
+        write_linears(module)
     compiled = torch.compile(module, dynamic=dynamic, options={"freezing_discard_parameters": one_shape})
     seen: set[tuple[Any, ...]] = set()
 
@@ -31,7 +35,7 @@ def compile_frozen(
         with torch.no_grad():
             if sizes in seen:
                 return compiled(*args, **kwargs)
-            with _freezing():
+            with freezing():
                 result = compiled(*args, **kwargs)
         seen.add(sizes)
         return result
@@ -49,7 +53,7 @@ _inside = 0
 
 
 @contextmanager
-def _freezing() -> Iterator[None]:
+def freezing() -> Iterator[None]:
     """The global setting, on while any thread is inside: thread groups compile at the same time."""
     global _inside
     with _lock:
