@@ -71,6 +71,8 @@ class MachinesGroup(ShmGroup):
     Reductions and broadcasts go machine by machine, the other collectives and messages plainly over Gloo.
     """
 
+    shares_memory = False
+
     def __init__(
         self, handle: int, rank: int, machines: list[list[int]], timeout_s: float, store: dist.Store
     ):

@@ -63,6 +63,8 @@ class CommStats:
 class ShmGroup(dist.ProcessGroup):
     """Ranks of one machine that share a segment. One handle of the core, closed by shutdown()."""
 
+    shares_memory = True
+
     def __init__(
         self, handle: int, rank: int, world: int, timeout_s: float, nodes: list[list[int]] | None = None
     ):

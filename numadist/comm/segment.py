@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
-from numadist import _native
+from numadist import _native, errors
 from numadist.comm.choose import one_shot_bytes
 from numadist.comm.members import Member
 from numadist.config import config
@@ -51,11 +51,15 @@ def _create(world: int, nonce: int, nodes: list[list[int]] | None) -> int:
         return _create(world, nonce, None)
 
 
-def _open(place: dict, local_rank: int, world: int, timeout_ns: int) -> int:
+def _open(fd: int, local_rank: int, world: int, nonce: int, timeout_ns: int) -> int:
+    return _native.open_group(fd, local_rank, world, nonce, timeout_ns, config().spin_us * 1000)
+
+
+def _open_published(place: dict, local_rank: int, world: int, timeout_ns: int) -> int:
     """Handle on a published segment. Raises: OSError if it is stale or out of reach."""
     fd = os.open(f"/proc/{place['pid']}/fd/{place['fd']}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        return _native.open_group(fd, local_rank, world, place["nonce"], timeout_ns, config().spin_us * 1000)
+        return _open(fd, local_rank, world, place["nonce"], timeout_ns)
     finally:
         os.close(fd)
 
@@ -67,33 +71,44 @@ def open_group(
 
     rank is one of them, members are theirs, in the same order. Raises: CommError; what the store raises.
     """
-    local_rank, world, timeout_ns = ranks.index(rank), len(ranks), int(timeout_s * 1e9)
     _check_namespaces(ranks, rank, members)
-    pids = [m.pid for m in members]
-    if local_rank == 0:
-        nonce = secrets.randbits(64)
-        fd = _create_or_tell(store, ranks, nonce, members)
-        try:
-            place = {"pid": os.getpid(), "fd": fd, "nonce": nonce}
-            store.set(key_of(ranks), json.dumps(place))
-            handle = _open(place, 0, world, timeout_ns)
-            code = _native.connect_group(handle, pids)
-        finally:
-            os.close(fd)
-    else:
+    if rank != ranks[0]:
         handle = _open_when_published(store, ranks, rank, members[0], timeout_s)
-        code = _native.connect_group(handle, pids)
-    if code > 0:
-        log.warning(
-            "pidfd_open is not allowed here: a rank that dies is noticed only when the timeout is over"
-        )
-    if code < 0:
+        _connect(handle, ranks, rank, members, timeout_s)
+        return handle
+    try:
+        return _make(store, ranks, members, timeout_s)
+    except CommError as error:
+        # The others may still be on their way, to a segment that will not be.
+        place = {"pid": os.getpid(), "error": str(error), "kind": type(error).__name__}
+        store.set(key_of(ranks), json.dumps(place))
+        raise
+
+
+def _make(store: Store, ranks: Sequence[int], members: Sequence[Member], timeout_s: float) -> int:
+    """The first rank's handle."""
+    world, nonce = len(ranks), secrets.randbits(64)
+    fd = _create(world, nonce, nodes_of(members))
+    try:
+        store.set(key_of(ranks), json.dumps({"pid": os.getpid(), "fd": fd, "nonce": nonce}))
+        handle = _open(fd, 0, world, nonce, int(timeout_s * 1e9))
+        _connect(handle, ranks, ranks[0], members, timeout_s)
+    finally:
+        os.close(fd)
+    return handle
+
+
+def _connect(
+    handle: int, ranks: Sequence[int], rank: int, members: Sequence[Member], timeout_s: float
+) -> None:
+    """Wait for the other ranks; closes the handle if they do not come. Raises: CommError."""
+    code = _native.connect_group(handle, [m.pid for m in members])
+    if code != 0:
         from numadist.comm.watch import error_of
 
-        error = error_of(handle, code, "being made", local_rank, world, timeout_s)
+        error = error_of(handle, code, "being made", ranks.index(rank), len(ranks), timeout_s)
         _native.lib.nd_group_close(handle)
         raise error
-    return handle
 
 
 def _check_namespaces(ranks: Sequence[int], rank: int, members: Sequence[Member]) -> None:
@@ -108,15 +123,6 @@ def _check_namespaces(ranks: Sequence[int], rank: int, members: Sequence[Member]
             )
 
 
-def _create_or_tell(store: Store, ranks: Sequence[int], nonce: int, members: Sequence[Member]) -> int:
-    """The segment's fd; when there is none for want of memory, the others are told why before this rank raises."""
-    try:
-        return _create(len(ranks), nonce, nodes_of(members))
-    except CommError as error:
-        store.set(key_of(ranks), json.dumps({"pid": os.getpid(), "error": str(error)}))
-        raise
-
-
 def _open_when_published(
     store: Store, ranks: Sequence[int], rank: int, first: Member, timeout_s: float
 ) -> int:
@@ -129,11 +135,13 @@ def _open_when_published(
             reason = place.get("error")
             if reason is None:
                 try:
-                    return _open(place, ranks.index(rank), len(ranks), int(timeout_s * 1e9))
+                    return _open_published(place, ranks.index(rank), len(ranks), int(timeout_s * 1e9))
                 except OSError as error:
                     reason = error.strerror
+                    if error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+                        stale_until = 0.0
             elif place["pid"] == first.pid:
-                raise CommError(f"rank {ranks[0]}: {reason}")
+                raise getattr(errors, place["kind"])(f"as rank {ranks[0]} says: {reason}")
             if time.monotonic() > stale_until:
                 raise CommError(
                     f"rank {rank} cannot open the segment of rank {ranks[0]} (pid {place['pid']}): {reason}. "
@@ -162,14 +170,14 @@ def _published(store: Store, ranks: Sequence[int], first: Member, until: float, 
 
 @contextlib.contextmanager
 def _watched(pid: int) -> Iterator:
-    """A function that tells whether a process has ended; never, where there are no pidfds."""
+    """A function that tells whether a process has ended."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         yield lambda: True
         return
-    except OSError:
-        yield lambda: False
+    except OSError:  # a kernel or container without pidfds
+        yield lambda: not os.path.exists(f"/proc/{pid}")
         return
     try:
         yield lambda: bool(select.select([fd], [], [], 0)[0])

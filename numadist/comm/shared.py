@@ -60,6 +60,8 @@ def empty_shared(shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup |
     pg = group if group is not None else torch.distributed.group.WORLD
     if not isinstance(pg, ShmGroup):
         raise CommError(f"shared tensors need a group of backend numa, got {pg!r}")
+    if not pg.shares_memory:
+        raise CommError(f"shared tensors need ranks of one machine; {pg!r} has several")
     num_bytes = math.prod(shape) * dtype.itemsize
     page = os.sysconf("SC_PAGESIZE")
     stride = max(page, math.ceil(num_bytes / page) * page)

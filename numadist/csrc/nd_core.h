@@ -171,8 +171,7 @@ ND_API int nd_group_open(int fd, int rank, int world, uint64_t nonce, const NdOp
 ND_API int nd_segment_map(int fd, int world, uint64_t nonce, void** segment);
 ND_API int nd_group_open_mapped(void* segment, int rank, int world, const NdOptions* options, NdGroup** out);
 /* Wait until every rank has opened; from here on peers are watched. pids: the processes that will open as
- * each rank, 0 where not known, or NULL; one of them that dies before is -EOWNERDEAD. 1: done, but this
- * kernel or container has no pidfds, so a dead peer is noticed at the deadline only. */
+ * each rank, 0 where not known, or NULL; one of them that dies before is -EOWNERDEAD. */
 ND_API int nd_group_connect(NdGroup* group, const int32_t* pids);
 /* Release everything; NULL is allowed. Peers that still wait for this rank see -EOWNERDEAD. */
 ND_API int nd_group_close(NdGroup* group);

@@ -2,8 +2,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -16,21 +14,6 @@
 #include "sync.h"
 
 using namespace nd;
-
-// Start time of a process in clock ticks since boot (field 22 of /proc/PID/stat), 0 if it is gone.
-static uint64_t start_time_of(int pid) {
-  char path[64], text[1024];
-  snprintf(path, sizeof path, "/proc/%d/stat", pid);
-  const int fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return 0;
-  const ssize_t n = read(fd, text, sizeof text - 1);
-  close(fd);
-  if (n <= 0) return 0;
-  text[n] = 0;
-  const char* p = strrchr(text, ')');  // the name before it may hold blanks
-  for (int field = 2; p != nullptr && field < 22; ++field) p = strchr(p + 1, ' ');
-  return p == nullptr ? 0 : strtoull(p, nullptr, 10);
-}
 
 size_t nd_segment_bytes(int world) {
   const size_t n = static_cast<size_t>(world);
@@ -102,7 +85,7 @@ int nd_segment_map(int fd, int world, uint64_t nonce, void** out) {
 // Handle, mutex and per-peer arrays in one mapping that reads as zeros in a fork.
 static int map_handle(int world, NdGroup** out) {
   const size_t n = static_cast<size_t>(world);
-  const size_t bytes = sizeof(NdGroup) + 2 * sizeof(std::mutex) + n * (sizeof(int) + 1);
+  const size_t bytes = sizeof(NdGroup) + 2 * sizeof(std::mutex) + n * (sizeof(Process) + 1);
   void* addr = nullptr;
   if (const int rc = nd_map(bytes, &addr)) return rc;
   if (madvise(addr, bytes, MADV_WIPEONFORK) != 0) {
@@ -113,16 +96,15 @@ static int map_handle(int world, NdGroup** out) {
   auto* g = static_cast<NdGroup*>(addr);
   g->mutex = new (g + 1) std::mutex;
   g->report_mutex = new (g->mutex + 1) std::mutex;
-  g->pidfds = reinterpret_cast<int*>(g->report_mutex + 1);
-  g->peer_state = reinterpret_cast<int8_t*>(g->pidfds + world);
-  for (int r = 0; r < world; ++r) g->pidfds[r] = -1;
+  g->processes = reinterpret_cast<Process*>(g->report_mutex + 1);
+  g->peer_state = reinterpret_cast<int8_t*>(g->processes + world);
   g->magic = kMagic;
   *out = g;
   return 0;
 }
 
 static size_t handle_bytes(const NdGroup* g) {
-  return sizeof(NdGroup) + 2 * sizeof(std::mutex) + static_cast<size_t>(g->world) * (sizeof(int) + 1);
+  return sizeof(NdGroup) + 2 * sizeof(std::mutex) + static_cast<size_t>(g->world) * (sizeof(Process) + 1);
 }
 
 int nd_group_open(int fd, int rank, int world, uint64_t nonce, const NdOptions* options, NdGroup** out) {
@@ -172,21 +154,21 @@ int nd_group_open_mapped(void* segment, int rank, int world, const NdOptions* op
   return rc;
 }
 
-// Watch a peer process. -EOWNERDEAD: it is gone, or its pid is somebody else's; 1: this kernel or container
-// has no pidfds, so its death shows by the deadline alone.
+// Watch a peer process from here on. -EOWNERDEAD: it is gone, or its pid is somebody else's.
 static int watch_peer(NdGroup& g, int peer) {
   const Identity& id = g.parts[peer].control.identity;
-  if (g.pidfds[peer] >= 0) close(g.pidfds[peer]);
-  g.pidfds[peer] = -1;
-  if (id.pid == getpid()) return 0;
-  const int fd = static_cast<int>(syscall(SYS_pidfd_open, id.pid, 0u));
-  const int code = fd < 0 ? -errno : 0;
-  g.pidfds[peer] = fd;
-  if (code == -ENOSYS || code == -EPERM) return 1;
-  if (code == 0 && start_time_of(id.pid) == id.start_time) return 0;
+  Process& process = g.processes[peer];
+  if (id.pid == getpid()) {  // ranks are threads
+    forget(&process);
+    return 0;
+  }
+  if (process.pid != id.pid) {
+    forget(&process);
+    watch(&process, id.pid);
+  }
+  if (process.start_time == id.start_time) return 0;
   // Who closed its handle may rightly be gone already: it had nothing to do in this group.
-  if (id.state.load(std::memory_order_acquire) == kClosed) return 0;
-  return code == 0 || code == -ESRCH ? -EOWNERDEAD : code;
+  return id.state.load(std::memory_order_acquire) == kClosed ? 0 : -EOWNERDEAD;
 }
 
 // The first rank that has not opened yet, world if there is none. -EOWNERDEAD: one never will, its process is
@@ -198,8 +180,8 @@ static int first_missing(NdGroup& g, const int32_t* pids) {
     if (id.state.load(std::memory_order_acquire) >= kOpened) continue;
     first = first < p ? first : p;
     if (pids == nullptr || pids[p] <= 0) continue;
-    if (g.pidfds[p] < 0) g.pidfds[p] = static_cast<int>(syscall(SYS_pidfd_open, pids[p], 0u));
-    if (!(g.pidfds[p] < 0 ? errno == ESRCH : is_gone(g, p))) continue;
+    Process& process = g.processes[p];
+    if (process.pid == 0 ? watch(&process, pids[p]) == 0 : !has_ended(process)) continue;
     // It may have opened, had nothing to do and left since we looked.
     if (id.state.load(std::memory_order_acquire) < kOpened)
       return fail(g, NdReport{-EOWNERDEAD, 0, p, pids[p], 0, g.call, NdCall{}});
@@ -222,18 +204,15 @@ int nd_group_connect(NdGroup* group, const int32_t* pids) {
     nanosleep(&pause, nullptr);
   }
   uint64_t cpus[16] = {};
-  int unwatched = 0;
   for (int p = 0; p < g.world; ++p) {
-    const int rc = watch_peer(g, p);
-    if (rc < 0) return rc == -EOWNERDEAD ? fail_call(g, rc, p, NdCall{}) : rc;
-    unwatched |= rc;
+    if (const int rc = watch_peer(g, p)) return fail_call(g, rc, p, NdCall{});
     for (int i = 0; i < 16; ++i) cpus[i] |= g.parts[p].control.identity.cpus[i];
   }
   int num_cpus = 0;
   for (const uint64_t word : cpus) num_cpus += __builtin_popcountll(word);
   // Spinning only pays while the awaited rank has a CPU of its own.
   if (g.world > num_cpus) g.options.spin_ns = 0;
-  return unwatched;
+  return 0;
 }
 
 int nd_group_close(NdGroup* g) {
@@ -243,8 +222,7 @@ int nd_group_close(NdGroup* g) {
   close_mail(*g);
   Identity& me = g->parts[g->rank].control.identity;
   if (g->is_rank) me.state.store(kClosed, std::memory_order_release);
-  for (int r = 0; r < g->world; ++r)
-    if (g->pidfds[r] >= 0) close(g->pidfds[r]);
+  for (int r = 0; r < g->world; ++r) forget(&g->processes[r]);
   if (g->owns_segment) munmap(g->header, g->bytes);
   g->mutex->~mutex();
   g->report_mutex->~mutex();

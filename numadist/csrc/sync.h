@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "nd_core.h"
+#include "process.h"
 
 namespace nd {
 
@@ -114,7 +115,7 @@ struct NdGroup {
   nd::Channel* channels;     // [to][from]
   nd::Mail* mail;
   nd::Queue* queue;
-  int* pidfds;                 // -1: this very process, or not connected yet
+  nd::Process* processes;      // of the peers; none for this very process
   uint64_t seq;                // events I published
   uint64_t num_swaps;          // chunks that went through swap slots
   uint64_t num_colls;          // collectives entered; names the collective in reports
@@ -148,7 +149,8 @@ void sleep_on(Bell& bell, uint64_t seen);
 
 void cpu_relax();
 
-// A rank that closed its handle will never publish again; as threads of one process ranks have no pidfd.
+// A rank that closed its handle will never publish again; ranks that are threads have no process of their
+// own.
 bool is_gone(NdGroup& g, int peer);
 
 int wait_event_slow(NdGroup& g, int peer, uint64_t seq);

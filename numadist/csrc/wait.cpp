@@ -2,7 +2,6 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
-#include <poll.h>
 #include <sched.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -16,18 +15,13 @@ namespace {
 
 constexpr int kSpinsPerClock = 32;  // about 0.6 us of pause between two looks at the clock
 constexpr uint64_t kYieldNs = 1000 * 1000;
-constexpr int kYieldsPerCheck = 16;  // a look at all peers' pidfds costs as much as a yield
+constexpr int kYieldsPerCheck = 16;  // a look at all peers' processes costs as much as a yield
 // A waiter sleeps at most this long, so a publisher need not order its store before the look at `sleepers`
 // (a full fence on every publication); a wake that is missed costs one such sleep.
 constexpr long kSleepNs = 500 * 1000;
 
 // A reporter that died while it wrote its report must not hold up the others.
 constexpr uint64_t kReportNs = 1000 * 1000 * 1000;
-
-bool is_dead(int pidfd) {
-  pollfd p{pidfd, POLLIN, 0};
-  return pidfd >= 0 && poll(&p, 1, 0) == 1;
-}
 
 bool has_arrived(NdGroup& g, int peer, uint64_t seq) {
   return g.parts[peer].control.flag.seq.value.load(std::memory_order_acquire) >= seq;
@@ -92,7 +86,7 @@ void cpu_relax() {
 
 bool is_gone(NdGroup& g, int peer) {
   return g.parts[peer].control.identity.state.load(std::memory_order_acquire) == kClosed ||
-         is_dead(g.pidfds[peer]);
+         has_ended(g.processes[peer]);
 }
 
 void sleep_on(Bell& bell, uint64_t seen) {

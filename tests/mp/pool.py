@@ -9,28 +9,39 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 # A rank imports torch once (seconds on a loaded machine); one answer may take this long.
 ANSWER_S = 50.0
 
 
-def _serve(
-    rank: int, world: int, store_path: str, backend: str, timeout_s: float, machine: str, pipe: Any
-) -> None:
-    if machine:
-        os.environ["NUMADIST_MACHINE"] = machine
+@dataclass(frozen=True)
+class Settings:
+    """What all ranks of a pool share. prepare(rank) runs in each once torch is there, before it joins."""
+
+    backend: str
+    timeout_s: float
+    machines: str
+    prepare: Callable[[int], None] | None
+    folder: str
+
+
+def _serve(rank: int, world: int, settings: Settings, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if settings.prepare is not None:
+        settings.prepare(rank)
     dist.init_process_group(
-        backend,
-        store=dist.FileStore(store_path, world),
+        settings.backend,
+        store=dist.FileStore(os.path.join(settings.folder, "store"), world),
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=settings.timeout_s),
     )
     pipe.send((True, os.getpid()))
     while (job := pipe.recv()) is not None:
@@ -45,16 +56,16 @@ def _serve(
 class Pool:
     """`world` ranks in processes of their own, in one process group."""
 
-    def __init__(self, world: int, backend: str, timeout_s: float, machines: str, folder: str):
+    def __init__(self, world: int, settings: Settings):
         context = mp.get_context("spawn")
         self.world = world
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            machine = machines[rank : rank + 1]
-            args = (rank, world, os.path.join(folder, "store"), backend, timeout_s, machine, theirs)
-            process = context.Process(target=_serve, args=args, daemon=True)
-            process.start()
+            process = context.Process(target=_serve, args=(rank, world, settings, theirs), daemon=True)
+            # In the environment from the start: unpickling the arguments may import numadist.
+            with mock.patch.dict(os.environ, NUMADIST_MACHINE=settings.machines[rank : rank + 1]):
+                process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -94,10 +105,17 @@ class Pool:
 
 
 @contextlib.contextmanager
-def ranks(world: int, backend: str = "numa", timeout_s: float = 30.0, machines: str = "") -> Iterator[Pool]:
+def ranks(
+    world: int,
+    backend: str = "numa",
+    timeout_s: float = 30.0,
+    machines: str = "",
+    prepare: Callable[[int], None] | None = None,
+) -> Iterator[Pool]:
     """machines: a letter a rank; ranks with different letters behave as on different machines."""
     with tempfile.TemporaryDirectory() as folder:
-        pool = Pool(world, backend, timeout_s, machines, folder)
+        os.chmod(folder, 0o777)  # prepare may change the user
+        pool = Pool(world, Settings(backend, timeout_s, machines, prepare, folder))
         try:
             yield pool
         finally:
