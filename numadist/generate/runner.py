@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from numadist.errors import GenerateError
+from numadist.generate.compiled import CompiledStep
 from numadist.generate.kv import SLOT_STEP, KvTensors, round_up
 from numadist.generate.sampling import local_candidates, merge_candidates
 from numadist.generate.step import StepGraph, capture_step
@@ -92,14 +93,10 @@ class Runner:
         checkpoint = Checkpoint(weights) if weights is not None else None
         localize_parameters(step.gm, self.schema, team.rank, local_empty, checkpoint)
         self.gm = step.gm
-        self._forward: Any = step.gm
+        self.local_bytes = sum(p.numel() * p.element_size() for p in step.gm.parameters())
+        self._forward: Any = CompiledStep(step.gm) if compile else step.gm
         # kind, rows and slots of the step; then of every row: its first position, its number of tokens, its only one
         self._header = torch.zeros(8 + 3 * max_rows, dtype=torch.int64)
-
-    @property
-    def local_bytes(self) -> int:
-        """Bytes of the parameters this rank holds, tied names counted once."""
-        return sum(p.numel() * p.element_size() for p in self.gm.parameters())
 
     def run(
         self, first_row: int, tokens: Sequence[Sequence[int]], starts: Sequence[int], count: int | None

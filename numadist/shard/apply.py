@@ -44,7 +44,7 @@ def apply(gm: GraphModule, schema: Schema, rank: int, emit: Emitter) -> None:
         _insert_all_reduce(gm, nodes[point.name], emit)
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
-    _drop_unused_parameters(gm)
+    drop_unused_parameters(gm)
     gm.recompile()
 
 
@@ -161,7 +161,7 @@ def _insert_all_reduce(gm: GraphModule, node: Node, emit: Emitter) -> None:
         user.replace_input_with(node, total)
 
 
-def _drop_unused_parameters(gm: GraphModule) -> None:
+def drop_unused_parameters(gm: GraphModule) -> None:
     """Forget parameters that no node reads (the second name of a tied weight, unused heads)."""
     used = {str(n.target) for n in gm.graph.nodes if n.op == "get_attr"}
     for name, _ in list(gm.named_parameters(remove_duplicate=False)):

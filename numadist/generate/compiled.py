@@ -1,0 +1,53 @@
+"""The step compiled: one graph for reading prompts, one for decoding, over the same weights."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.fx.experimental._config as shape_config
+from torch import Tensor
+from torch.fx import GraphModule
+
+from numadist.generate.attention import use_one_token_attention
+from numadist.generate.packed import pack_linears
+from numadist.shard.compiled import freezing
+
+
+class CompiledStep:
+    """Called as the step graph is; its first calls compile: a graph each for one row or more, one token or more.
+
+    No other number of rows, tokens or slots compiles anew.
+    """
+
+    def __init__(self, gm: GraphModule):
+        """Takes `gm` over: its linear layers get packed weights."""
+        pack_linears(gm)
+        decode = GraphModule(gm, copy.deepcopy(gm.graph))
+        use_one_token_attention(decode)
+        self.prefill, self.decode = torch.compile(gm), torch.compile(decode)
+        self._ready: set[tuple[bool, bool]] = set()
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        one_row, one_token = tokens.shape[0] == 1, tokens.shape[1] == 1
+        run = self.decode if one_token else self.prefill
+        inputs: Any = (tokens, positions, slots, keys, values)
+        # Packed weights must be constants of whatever is compiled, and Dynamo asks a global setting for that.
+        with freezing():
+            if (one_row, one_token) in self._ready:
+                return run(*inputs)
+            for t in (tokens, positions, slots):
+                _mark_dynamic(t, [d for d, one in ((0, one_row), (1, one_token)) if not one])
+            for t in (*keys, *values):
+                _mark_dynamic(t, [2] if one_row else [0, 2])
+            # Sizes that happen to be equal in this call are no law.
+            with shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+                logits = run(*inputs)
+        self._ready.add((one_row, one_token))
+        return logits
+
+
+def _mark_dynamic(t: Tensor, dims: list[int]) -> None:
+    for dim in dims:
+        torch._dynamo.mark_dynamic(t, dim)
