@@ -6,13 +6,17 @@ BIN := $(VENV)/bin
 # Tests boot emulated machines with several NUMA nodes and join network namespaces; these Debian packages bring both.
 GUEST_PACKAGES := qemu-system-x86 linux-image-amd64 busybox-static cpio kmod iproute2
 
-.PHONY: demo test unit lint format build wheel venv guest-packages clean
+.PHONY: demo test nightly unit lint format build wheel venv guest-packages clean
 
 demo: venv
 	$(BIN)/numarun --nproc-per-socket 2 examples/prefill.py
 
 test: venv guest-packages
 	$(BIN)/python -m pytest
+
+# What takes hours: ten million collectives.
+nightly: venv
+	$(BIN)/python -m pytest -m nightly
 
 unit: venv
 	$(BIN)/python -m pytest tests/unit
@@ -21,12 +25,12 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror numadist/csrc/*.cpp numadist/csrc/*.h tests/native/*.cpp benchmarks/*.c
+	$(BIN)/clang-format --dry-run --Werror numadist/csrc/*.cpp numadist/csrc/*.h tests/native/*.cpp tests/native/*.h benchmarks/*.c
 
 format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i numadist/csrc/*.cpp numadist/csrc/*.h tests/native/*.cpp benchmarks/*.c
+	$(BIN)/clang-format -i numadist/csrc/*.cpp numadist/csrc/*.h tests/native/*.cpp tests/native/*.h benchmarks/*.c
 
 build: venv
 	$(BIN)/python setup.py --quiet build_ext --inplace

@@ -1,5 +1,6 @@
 """The C++ tests of the core, built with each sanitizer: ranks are threads, so TSAN sees every shared word."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -43,8 +44,8 @@ def build(request, tmp_path_factory):
     return build_test
 
 
-def run(program: Path, *arguments: object) -> str:
-    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+def run(program: Path, *arguments: object, limit_s: float = 60) -> str:
+    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=limit_s)
     said = f"{done.stdout}{done.stderr}"
     assert done.returncode == 0, f"{program.name} {arguments}: exit {done.returncode}\n{said}"
     return done.stdout
@@ -52,9 +53,8 @@ def run(program: Path, *arguments: object) -> str:
 
 def test_random_collectives_give_what_the_ranks_put_in(build):
     program = build("test_collectives")
-    times = 30 if program.parent.name.startswith("plain") else 1  # a longer soak where it is fast
     for world, rounds in ((1, 50), (2, 600), (3, 300), (4, 150), (7, 30)):
-        assert f"{world} ranks" in run(program, world, times * rounds, 20260 + world)
+        assert f"{world} ranks" in run(program, world, rounds, 20260 + world)
 
 
 def test_random_messages_and_background_calls_arrive_whole(build):
@@ -66,3 +66,27 @@ def test_random_messages_and_background_calls_arrive_whole(build):
 def test_faults_are_errors_on_every_rank(build):
     num_kills = 200
     assert "ok" in run(build("test_faults"), num_kills)
+
+
+def soak(build, world: int, calls: int, limit_s: int, seed: int) -> int:
+    """Calls that each rank made in the given time."""
+    said = run(build("soak"), world, calls, limit_s, seed, limit_s=limit_s + 60)
+    found = re.fullmatch(rf"(\d+) calls on {world} ranks\n", said)
+    assert found, said
+    return int(found[1])
+
+
+@pytest.mark.parametrize("build", ["plain"], indirect=True)
+def test_soak_of_a_minute(build):
+    for world, limit_s in ((2, 30), (3, 15), (4, 15)):
+        calls = soak(build, world, 10**9, limit_s, world)
+        assert calls > 10_000, f"only {calls} calls of {world} ranks in {limit_s} s"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("build", ["plain"], indirect=True)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_soak_of_ten_million_calls(build, world):
+    # Ranks that are not in a group leave its calls out.
+    calls = 10**7 if world == 2 else 2 * 10**7
+    assert soak(build, world, calls, 4 * 3600, world) >= 10**7
