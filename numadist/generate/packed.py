@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from numadist.shard.apply import drop_unused_parameters
-from numadist.shard.graph import Dependencies, as_contraction
+from numadist.shard.graph import aten
+from numadist.shard.linears import write_linears
 
 # The number of rows oneDNN packs for. With few rows it may choose a layout that is slower at all of them.
 PACKED_FOR_ROWS = 128
@@ -28,31 +29,93 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 def pack_linears(gm: GraphModule) -> None:
     """Give every linear layer of the graph a packed weight; plain ones that nothing else reads are dropped."""
-    deps = Dependencies(gm)
-    packed: dict[tuple[str, int], str] = {}
+    write_linears(gm)
+    parameters = dict(gm.named_parameters(remove_duplicate=False))
+    packed: dict[tuple[str, bool], str] = {}
     for node in list(gm.graph.nodes):
-        layer = as_contraction(node, deps)
-        if layer is None or not deps.is_parameter(layer.weight):
+        rows, weight, bias, transposed = _linear(node)
+        if weight is None or weight.op != "get_attr":
             continue
-        weight: Tensor = deps.parameters[str(layer.weight.target)].detach()
-        if not can_pack(weight.dtype):
+        name = str(weight.target)
+        if name not in parameters or parameters[name].dim() != 2 or not can_pack(parameters[name].dtype):
             continue
-        key = (str(layer.weight.target), layer.weight_k_dim)
-        if key not in packed:
-            packed[key] = f"packed_{len(packed)}"
-            rows_NK = weight if layer.weight_k_dim == 1 else weight.t().contiguous()
+        if (name, transposed) not in packed:
+            packed[name, transposed] = f"packed_{len(packed)}"
             gm.register_buffer(
-                packed[key],
-                torch.ops.mkldnn._reorder_linear_weight(rows_NK, PACKED_FOR_ROWS),
-                persistent=False,
+                packed[name, transposed], _pack(parameters[name].detach(), transposed), persistent=False
             )
         with gm.graph.inserting_before(node):
-            blob = gm.graph.get_attr(packed[key])
-            args: Any = (layer.input, blob, layer.bias, "none", [], "")
+            blob = gm.graph.get_attr(packed[name, transposed])
+            args: tuple[Any, ...] = (rows, blob, bias, "none", [], "")
             linear = gm.graph.call_function(torch.ops.mkldnn._linear_pointwise.default, args)
         linear.meta = dict(node.meta)
         node.replace_all_uses_with(linear)
         gm.graph.erase_node(node)
+    _keep_sums_apart(gm)
     gm.graph.eliminate_dead_code()
     drop_unused_parameters(gm)
     gm.recompile()
+
+
+# What compilation may leave out, so that a sum stands directly behind a linear layer.
+_MAY_VANISH = {
+    aten.dropout.default,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.to.dtype,
+    aten.view.default,
+    aten.reshape.default,
+}
+
+
+def _keep_sums_apart(gm: GraphModule) -> None:
+    """Write no sum as `linear + x`: freezing takes that for a layer and its bias, and fails on a packed weight.
+
+    `x + linear` it leaves alone; of two linear layers the sum becomes a - (-b), which has the same bits.
+    """
+    for node in list(gm.graph.nodes):
+        if node.target is not aten.add.Tensor or node.kwargs or not _is_linear(node.args[0]):
+            continue
+        a, b = node.args
+        if not isinstance(b, Node):
+            continue
+        if _is_linear(b):
+            with gm.graph.inserting_before(node):
+                minus_b = gm.graph.call_function(aten.neg.default, (b,))
+            node.target, node.args = aten.sub.Tensor, (a, minus_b)
+        else:
+            node.args = (b, a)
+
+
+def _is_linear(node: Any) -> bool:
+    while isinstance(node, Node) and node.target in _MAY_VANISH:
+        node = node.args[0]
+    return isinstance(node, Node) and node.target is torch.ops.mkldnn._linear_pointwise.default
+
+
+def _linear(node: Node) -> tuple[Any, Node | None, Any, bool]:
+    """(rows, weight, bias, weight is [K, N] instead of [N, K]); no weight if the node is no linear layer."""
+    rows: Any = None
+    weight: Any = None
+    bias: Any = None
+    if node.target is aten.linear.default:
+        rows, weight, *rest = node.args
+        bias, transposed = (rest or [node.kwargs.get("bias")])[0], False
+    elif node.target is aten.addmm.default and not node.kwargs:
+        bias, rows, weight = node.args
+        transposed = True
+    elif node.target in (aten.mm.default, aten.matmul.default):
+        rows, weight = node.args
+        transposed = True
+    else:
+        return None, None, None, False
+    while weight.target in (aten.t.default, aten.numpy_T.default):
+        weight, transposed = weight.args[0], not transposed
+    return rows, weight, bias, transposed
+
+
+def _pack(weight: Tensor, transposed: bool) -> Tensor:
+    rows_NK = weight.t().contiguous() if transposed else weight
+    return torch.ops.mkldnn._reorder_linear_weight(rows_NK, PACKED_FOR_ROWS)
