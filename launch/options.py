@@ -158,7 +158,7 @@ def _report_options(p: _Parser) -> None:
     p.option("--ranks", "--local-ranks-filter", metavar="LIST", help="show only these ranks' output")
     p.option("--log-dir", metavar="DIR", help="also write r0.out, r0.err, ... there")
     p.option("--quiet", flag=True, help="no placement lines before the run")
-    p.option("--verbose", flag=True, help="also show the machine before the run")
+    p.option("--verbose", flag=True, help="also show the machine and each rank's environment before the run")
     p.section("instead of a run")
     p.option("--dry-run", flag=True, help="show the placement and end")
     p.option("--topology", flag=True, help="show the machine and end")

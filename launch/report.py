@@ -1,6 +1,7 @@
 """What numarun says, all on stderr: placement before the run, warnings, the summary of a failure."""
 
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Iterable, Mapping
@@ -50,6 +51,12 @@ def say(text: str) -> None:
 
 def warn(text: str) -> None:
     say(f"warning: {text}")
+
+
+def environment_line(number: int, environment: Mapping[str, str], inherited: Mapping[str, str]) -> str:
+    """What numarun sets for a rank, apart from what it passes on."""
+    changed = {name: value for name, value in environment.items() if inherited.get(name) != value}
+    return f"r{number} environment {' '.join(f'{name}={shlex.quote(changed[name])}' for name in sorted(changed))}"
 
 
 def plan_lines(machine: Machine, plan: Plan, how: str) -> list[str]:

@@ -14,7 +14,7 @@ from numadist.launch.oom import SAMPLE_EVERY_S, OomWatch
 from numadist.launch.options import Options
 from numadist.launch.output import MAX_QUEUED_BYTES, Sink, Stream, poll_selector
 from numadist.launch.place import Plan, RankPlacement
-from numadist.launch.report import Failure, failure_summary, say, warn
+from numadist.launch.report import Failure, environment_line, failure_summary, say, warn
 from numadist.launch.spawn import EXIT_LAUNCHER_FAILED, SpawnError, Start, Started, await_exec, spawn
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
@@ -141,6 +141,8 @@ class Supervisor:
             environment = rank_environment(
                 environ, self.options, self.plan, placement, self.job, self.restart
             )
+            if self.options.verbose and not self.options.quiet:
+                say(environment_line(self._number(placement), environment, environ))
             stdin = None if placement.rank == 0 else devnull
             start = Start(placement, argv, environment, self.options.request.strict, stdin, *outputs)
             rank = Rank(self._number(placement), placement, spawn(start), streams)

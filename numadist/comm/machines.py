@@ -76,7 +76,7 @@ class MachinesGroup(ShmGroup):
     def __init__(
         self, handle: int, rank: int, machines: list[list[int]], timeout_s: float, store: dist.Store
     ):
-        super().__init__(handle, rank, sum(map(len, machines)), timeout_s)
+        super().__init__(handle, rank, sum(map(len, machines)), timeout_s, store)
         self._machines = machines
         self._machine = next(i for i, ranks in enumerate(machines) if rank in ranks)
         self._local_ranks = machines[self._machine]

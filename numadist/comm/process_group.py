@@ -66,19 +66,27 @@ class ShmGroup(dist.ProcessGroup):
     shares_memory = True
 
     def __init__(
-        self, handle: int, rank: int, world: int, timeout_s: float, nodes: list[list[int]] | None = None
+        self,
+        handle: int,
+        rank: int,
+        world: int,
+        timeout_s: float,
+        store: dist.Store,
+        nodes: list[list[int]] | None = None,
     ):
         super().__init__(rank, world)  # type: ignore[call-arg]
         self._handle: int | None = handle
         self._rank = rank
         self._world = world
         self._timeout_s = timeout_s
+        self._store = store
         self.nodes = nodes  # memory nodes of each rank, where numarun says them
         self._name = ""
         self._desc = ""
         self._outstanding: deque[PendingWork] = deque()
         self._num_monitored = 0
         self._num_regions = 0
+        self._num_splits = 0
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
 
     # ---- what torch asks of a group -----------------------------------------------------------------------
@@ -133,6 +141,33 @@ class ShmGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: Any) -> Work:
         return DONE
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: datetime.timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> "ShmGroup | None":
+        """A group of some of this group's ranks, in the order given; None on the others. Every rank calls it.
+
+        The function torch.distributed.split_group itself refuses to run without an accelerator (torch 2.13).
+        """
+        self._num_splits += 1
+        if self._rank not in ranks:
+            return None
+        name = group_name or f"{self._name}/split{self._num_splits}/{ranks[0]}"
+        store = dist.PrefixStore(f"split{self._num_splits}/{ranks[0]}", self._store)
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        group = connect(store, list(ranks).index(self._rank), len(ranks), timeout_s)
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or f"split of {self._name}")
+        return group
 
     def abort(self) -> None:
         """Make the running and all later calls of every rank fail."""
@@ -403,7 +438,7 @@ def connect(store: dist.Store, rank: int, world: int, timeout_s: float) -> ShmGr
     machines = members.machines_of(everybody)
     if len(machines) == 1:
         handle = segment.open_group(store, range(world), rank, everybody, timeout_s)
-        return ShmGroup(handle, rank, world, timeout_s, segment.nodes_of(everybody))
+        return ShmGroup(handle, rank, world, timeout_s, store, segment.nodes_of(everybody))
     from numadist.comm.machines import MachinesGroup
 
     mine = next(ranks for ranks in machines if rank in ranks)

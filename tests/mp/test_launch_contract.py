@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -195,6 +197,24 @@ def test_only_asked_ranks_are_shown_and_the_log_holds_all(tmp_path):
 def test_rank_0_keeps_stdin_and_the_others_read_nothing(tmp_path):
     seen = by_rank(run(script(tmp_path, "print(json.dumps(sys.stdin.read()))"), *TWO, input="typed"))
     assert seen == {0: "typed", 1: ""}
+
+
+def test_verbose_shows_what_each_rank_is_given(tmp_path):
+    path = script(tmp_path, "print(json.dumps(dict(os.environ)))")
+    done = run(
+        path, "--nproc-per-socket", "2", "--verbose", "--env", "GREETING=good day", env=clean_environment()
+    )
+    shown = {}
+    for line in done.stderr.splitlines():
+        if found := re.match(r"numarun: r(\d) environment (.*)", line):
+            shown[int(found[1])] = dict(word.split("=", 1) for word in shlex.split(found[2]))
+    seen = by_rank(done)
+    assert sorted(shown) == sorted(seen) == [0, 1]
+    for rank, variables in shown.items():
+        assert {name: seen[rank][name] for name in variables} == variables
+        assert variables["RANK"] == str(rank)
+        assert variables["GREETING"] == "good day"
+        assert "PATH" not in variables, "what is only passed on is not shown"
 
 
 def test_env_option_reaches_the_ranks(tmp_path):

@@ -148,3 +148,23 @@ def test_importing_torch_registers_the_backend_without_loading_numadist_comm(tmp
     )
     assert "_native" not in out.stdout, out.stdout
     assert "numadist.comm.register" in out.stdout, out.stdout
+
+
+def check_split(rank, world):
+    whole = dist.group.WORLD
+    # Each rank alone but the first two, which make a group in turned order.
+    for ranks in ([1, 0], *([r] for r in range(2, world))):
+        part = whole.split_group(ranks)
+        assert (part is not None) == (rank in ranks), f"{ranks}: {part}"
+        if part is None:
+            continue
+        assert (part.rank(), part.size()) == (ranks.index(rank), len(ranks))
+        x = torch.tensor([float(rank)])
+        dist.all_reduce(x, group=part)
+        assert x.item() == sum(ranks), f"{ranks}: {x}"
+        part.shutdown()
+    dist.barrier()
+
+
+def test_split_group_makes_groups_of_parts(pool):
+    pool.run(check_split)
