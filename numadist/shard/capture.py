@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from numadist.errors import ShardError
 from numadist.shard import graph
 from numadist.shard.graph import aten
+from numadist.shard.order import order_canonically
 from numadist.shard.simplify import simplify
 
 _CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default}
@@ -41,6 +42,7 @@ def capture(
     gm.meta["tied_names"] = _tied_names(model)
     _drop_noise(gm)
     simplify(gm)
+    order_canonically(gm)
     return gm
 
 

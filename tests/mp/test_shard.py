@@ -43,6 +43,33 @@ def test_compiled_sharded_model_equals_the_unsharded_one(numa_pair):
     numa_pair.run(check_model, "gpt2-tiny", True)
 
 
+def check_architectures(rank, world):
+    """Largest error of every architecture of the unit tests' table, as a share of the output's scale."""
+    import sys
+
+    import numadist
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "shard"))
+    from zoo import ZOO, main_output, make
+
+    errors = {}
+    for name, entry in ZOO.items():
+        inputs = entry.inputs()
+        args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+        model = make(name)
+        with torch.no_grad():
+            truth = main_output(model(*args, **kwargs)).float()
+            ours = main_output(numadist.shard(model, inputs)(*args, **kwargs)).float()
+        errors[name] = ((ours - truth).abs().max() / truth.abs().max()).item()
+    return errors
+
+
+def test_every_architecture_equals_the_unsharded_one(group):
+    for errors in group.run(check_architectures):
+        assert len(errors) >= 18
+        assert max(errors.values()) < 1e-5, errors
+
+
 def check_bf16(rank, world):
     from numadist import models
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from lockstep import local_fraction, run_all, shard_all
 
+from numadist import inprocess
+
 pytest.importorskip("transformers", reason="needs the extra `models`")
 
 from zoo import ZOO, main_output, make
@@ -77,3 +79,17 @@ def test_bf16_is_no_further_from_fp32_than_the_unsharded_model(name):
     _, graphs, board = shard_all(model, inputs, 2)
     ours, unsharded = compare(name, model, truth, inputs, graphs, board)
     assert ours <= MAX_BF16_RATIO * unsharded, f"{name}: bf16 error {ours:.2e}, unsharded {unsharded:.2e}"
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_in_process_variant(name):
+    entry, model = ZOO[name], make(name)
+    inputs = entry.inputs()
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    truth = truth_of(model, inputs)
+    split = inprocess.shard(model, inputs, nodes=2)
+    try:
+        error = (main_output(split(*args, **kwargs)).float() - truth).abs().max() / truth.abs().max()
+    finally:
+        split.close()
+    assert error.item() < MAX_ERROR, f"{name}: error {error:.1e} of the output's scale"
