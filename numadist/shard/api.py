@@ -18,6 +18,7 @@ from numadist.shard.blocks import build_schema
 from numadist.shard.capture import as_args, capture
 from numadist.shard.checkpoint import Checkpoint
 from numadist.shard.compiled import compile_frozen
+from numadist.shard.gguf import GgufCheckpoint
 from numadist.shard.load import localize_parameters
 from numadist.shard.reduce import Emitter, emit_functional, emit_numadist
 from numadist.shard.schema import Schema
@@ -69,10 +70,9 @@ def shard(
 
     example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs, equal in shape on all ranks.
     dynamic_shapes: as torch.export.export takes it, for inputs whose sizes change between calls.
-    weights: a .safetensors file or a folder of them, for a model made under `numadist.empty_parameters()`: only this
-        rank's slices are read, into memory of its node.
-    compile: torch.compile this rank's graph, with weights packed once ("freezing"): for inference. Without
-        dynamic_shapes the packed weights replace the parameters at the first call.
+    weights: a .safetensors file or a folder of them, or a .gguf file, for a model made under
+        `numadist.empty_parameters()`: only this rank's slices are read, into memory of its node.
+    compile: torch.compile this rank's graph for inference, weights packed once ("freezing"; compiled.py).
     train: give the collectives their backward and the parameters gradients. Dropout in training mode is not sharded.
     schema: decisions to use instead of planning, e.g. an edited `Schema.load(path)`.
     Keeps no reference to the full weights; drop yours to free them.
@@ -102,7 +102,7 @@ def shard(
     log.info("planned %s for %d ranks in %.1f s", type(model).__name__, num_ranks, planned - begin)
     emit = emit_trainable(pg.group_name, rank, num_ranks) if train else emitter_of(pg)
     apply(gm, schema, rank, emit)
-    checkpoint = Checkpoint(weights) if weights is not None else None
+    checkpoint = open_checkpoint(weights, model) if weights is not None else None
     localize_parameters(gm, schema, rank, local_empty, checkpoint, train)
     constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
     sharded = ShardedModel(gm, schema, rank, constants)
@@ -115,6 +115,11 @@ def shard(
         len(schema.blocks),
     )
     return sharded
+
+
+def open_checkpoint(path: str | Path, model: torch.nn.Module) -> Checkpoint:
+    """The checkpoint at path, of the format its name says."""
+    return GgufCheckpoint(path, model) if Path(path).suffix == ".gguf" else Checkpoint(path)
 
 
 def check_alike(schema: Schema, group: dist.ProcessGroup) -> None:

@@ -11,12 +11,13 @@ import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from numadist.errors import ShardError
-from numadist.shard.placement import Cut, Shard, cut_size
+from numadist.shard.placement import Cut, Shard
 
 _DTYPES = {
     "F64": torch.float64,
@@ -31,7 +32,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 # Rows are read this many bytes at a time: large enough for the disk, small beside any weight.
-_BUFFER_BYTES = 4 << 20
+BUFFER_BYTES = 4 << 20
 
 
 class _Entry:
@@ -49,7 +50,7 @@ class Checkpoint:
         files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
         if not files:
             raise ShardError(f"{self.path} has no .safetensors file")
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Any] = {}
         for file in files:
             self._entries |= _read_header(file)
 
@@ -78,52 +79,61 @@ class Checkpoint:
 
         Peak memory besides `out`: one buffer of whole rows, 4 MiB or one row. Raises: ShardError for a wrong shape.
         """
-        entry = self._entries[name]
-        local = shard.local_shape(entry.shape, rank)
-        if local != tuple(out.shape):
-            raise ShardError(
-                f"{self.path}: {name} has shape {entry.shape}, of which rank {rank} would hold {local}, "
-                f"but the model's parameter is {tuple(out.shape)}; the checkpoint is for another model"
-            )
+        entry: _Entry = self._entries[name]
+        self._check_shape(out, name, entry.shape, shard, rank)
         rows = shard.dims[0].cuts[rank] if 0 in shard.dims else ((0, entry.shape[0] if entry.shape else 1),)
         inner = Shard({d: s for d, s in shard.dims.items() if d > 0})
         row_shape = entry.shape[1:]
         row_bytes = math.prod(row_shape) * entry.dtype.itemsize
-        rows_per_read = max(1, _BUFFER_BYTES // max(1, row_bytes))
-        target = out.view(cut_size(rows), *local[1:]) if entry.shape else out.view(1)
+        rows_per_read = max(1, BUFFER_BYTES // max(1, row_bytes))
+        target = out if entry.shape else out.view(1)
         done = 0
         with open(entry.path, "rb", buffering=0) as file:
-            for start, count in _pieces(rows, rows_per_read):
-                block = _read(file.fileno(), entry.offset + start * row_bytes, count * row_bytes, entry)
-                block = block.view(count, *row_shape)
-                target[done : done + count].copy_(_select(block, inner, rank))
+            for start, count in pieces(rows, rows_per_read):
+                raw = pread(file.fileno(), entry.offset + start * row_bytes, count * row_bytes, entry.path)
+                block = torch.frombuffer(raw, dtype=entry.dtype).view(count, *row_shape)
+                target[done : done + count].copy_(local_slice(block, inner, rank))
                 done += count
 
+    def _check_shape(self, out: Tensor, name: str, shape: tuple[int, ...], shard: Shard, rank: int) -> None:
+        local = shard.local_shape(shape, rank)
+        if local != tuple(out.shape):
+            raise ShardError(
+                f"{self.path}: {name} has shape {shape}, of which rank {rank} would hold {local}, "
+                f"but the model's parameter is {tuple(out.shape)}; the checkpoint is for another model"
+            )
 
-def _pieces(rows: Cut, limit: int) -> Iterable[tuple[int, int]]:
+
+def local_slice(full: Tensor, shard: Shard, rank: int) -> Tensor:
+    """What `rank` holds of a tensor: views where the cut is one interval, else a concatenation."""
+    part = full
+    for dim, dim_shard in shard.dims.items():
+        part = _take(part, dim, dim_shard.cuts[rank])
+    return part
+
+
+def _take(full: Tensor, dim: int, cut: Cut) -> Tensor:
+    parts = [full.narrow(dim, start, stop - start) for start, stop in cut or ((0, 0),)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def pieces(rows: Cut, limit: int) -> Iterable[tuple[int, int]]:
+    """The rows as (first, count), at most `limit` at a time."""
     for start, stop in rows:
         for first in range(start, stop, limit):
             yield first, min(limit, stop - first)
 
 
-def _select(block: Tensor, shard: Shard, rank: int) -> Tensor:
-    for dim, dim_shard in shard.dims.items():
-        parts = [block.narrow(dim, start, stop - start) for start, stop in dim_shard.cuts[rank]]
-        block = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
-    return block
-
-
-def _read(fd: int, offset: int, num_bytes: int, entry: _Entry) -> Tensor:
+def pread(fd: int, offset: int, num_bytes: int, path: Path) -> bytearray:
+    """Exactly num_bytes of the file. Raises: ShardError if it ends before."""
     buffer = bytearray(num_bytes)
     view, done = memoryview(buffer), 0
     while done < num_bytes:
         got = os.preadv(fd, [view[done:]], offset + done)
         if got == 0:
-            raise ShardError(
-                f"{entry.path} is truncated: {num_bytes - done} bytes missing at {offset + done}"
-            )
+            raise ShardError(f"{path} is truncated: {num_bytes - done} bytes missing at {offset + done}")
         done += got
-    return torch.frombuffer(buffer, dtype=entry.dtype)
+    return buffer
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:

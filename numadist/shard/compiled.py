@@ -5,6 +5,7 @@ global setting alone, whether parameters become constants, and without a word le
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,10 @@ import torch
 import torch._inductor.config as inductor_config
 from torch.utils._pytree import tree_leaves
 
+from numadist.log import get_logger
 from numadist.shard.linears import write_linears
+
+log = get_logger(__name__)
 
 
 def compile_frozen(
@@ -35,8 +39,11 @@ def compile_frozen(
         with torch.no_grad():
             if sizes in seen:
                 return compiled(*args, **kwargs)
+            begin = time.monotonic()
+            log.info("compiling %s for inputs %s", type(module).__name__, _shown(sizes))
             with freezing():
                 result = compiled(*args, **kwargs)
+            log.info("compiled and ran in %.1f s", time.monotonic() - begin)
         seen.add(sizes)
         return result
 
@@ -46,6 +53,10 @@ def compile_frozen(
 def _sizes(inputs: Any) -> tuple[Any, ...]:
     """What Dynamo may compile anew for."""
     return tuple(a.shape if isinstance(a, torch.Tensor) else a for a in tree_leaves(inputs))
+
+
+def _shown(sizes: tuple[Any, ...]) -> str:
+    return ", ".join(str(list(s)) for s in sizes if isinstance(s, torch.Size))
 
 
 _lock = threading.Lock()

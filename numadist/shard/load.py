@@ -7,27 +7,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from numadist.errors import ShardError
-from numadist.shard.checkpoint import Checkpoint
+from numadist.shard.checkpoint import Checkpoint, local_slice
 from numadist.shard.fake import is_fake
-from numadist.shard.placement import Cut, Shard
+from numadist.shard.placement import Shard
 from numadist.shard.schema import Schema
 
 Allocate = Callable[
     [tuple[int, ...], torch.dtype], Tensor
 ]  # fresh contiguous memory on the node of this rank
-
-
-def local_slice(full: Tensor, shard: Shard, rank: int) -> Tensor:
-    """What `rank` holds of a parameter: views where the cut is one interval, else a concatenation."""
-    part = full
-    for dim, dim_shard in shard.dims.items():
-        part = _take(part, dim, dim_shard.cuts[rank])
-    return part
-
-
-def _take(full: Tensor, dim: int, cut: Cut) -> Tensor:
-    pieces = [full.narrow(dim, start, stop - start) for start, stop in cut or ((0, 0),)]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def localize_parameters(
