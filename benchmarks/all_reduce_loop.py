@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_suffix(".c")
+LIMITS = ("memcpy", "line-exchange")  # what the machine allows
+WHAT = ("all_reduce", *LIMITS)
 FLAGS = ["-O3", "-march=native", "-shared", "-fPIC"]
 
 
@@ -24,26 +26,25 @@ def pin(rank: int, ranks: int) -> None:
 class Loop:
     """The loop in this rank. Pin the rank first: threads of an MPI inherit it."""
 
-    def __init__(self, library: str, counter: str, ranks: int, group: int | None):
+    def __init__(self, library: str, counter: str, rank: int, ranks: int, group: int | None):
         # Global: plugins of an MPI look for its symbols.
         self._lib = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
         self._lib.loop_open.argtypes = [ctypes.c_void_p]
-        self._lib.loop_meet_in.argtypes = [ctypes.c_char_p, ctypes.c_int]
+        self._lib.loop_meet_in.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
         self._lib.loop_run.argtypes = [
-            ctypes.c_size_t,
             ctypes.c_int,
+            ctypes.c_size_t,
             ctypes.c_int,
             ctypes.c_int,
             ctypes.POINTER(ctypes.c_double),
         ]
-        self.rank = self._lib.loop_open(group)
-        if self.rank < 0 or self._lib.loop_meet_in(counter.encode(), ranks) != 0:
+        if self._lib.loop_open(group) < 0 or self._lib.loop_meet_in(counter.encode(), rank, ranks) != 0:
             raise RuntimeError(f"{library}: the loop cannot start")
 
-    def run(self, num_bytes: int, dtype: str, calls: int, only_copy: bool = False) -> list[float]:
+    def run(self, num_bytes: int, dtype: str, calls: int, what: str = "all_reduce") -> list[float]:
         """Seconds of each call."""
         seconds = (ctypes.c_double * calls)()
-        if self._lib.loop_run(num_bytes, dtype == "bfloat16", only_copy, calls, seconds) != 0:
+        if self._lib.loop_run(WHAT.index(what), num_bytes, dtype == "bfloat16", calls, seconds) != 0:
             raise RuntimeError(f"all_reduce of {num_bytes} bytes failed or has a wrong sum")
         return list(seconds)
 

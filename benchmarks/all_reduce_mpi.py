@@ -13,12 +13,13 @@ RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 def main() -> None:
     library, counter, ranks, path = sys.argv[1:]
-    pin(next(int(os.environ[name]) for name in RANK_NAMES if name in os.environ), int(ranks))
-    loop = Loop(library, counter, int(ranks), None)
+    rank = next(int(os.environ[name]) for name in RANK_NAMES if name in os.environ)
+    pin(rank, int(ranks))
+    loop = Loop(library, counter, rank, int(ranks), None)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
     file = connection.makefile("rw")
-    print(loop.rank, file=file, flush=True)
+    print(rank, file=file, flush=True)
     for line in file:
         job = json.loads(line)
         print(json.dumps(loop.run(job["bytes"], job["dtype"], job["calls"])), file=file, flush=True)

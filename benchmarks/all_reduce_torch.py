@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from all_reduce_loop import Loop, pin
+from all_reduce_loop import LIMITS, Loop, pin
 
 from numadist import _native
 
@@ -22,7 +22,7 @@ class Systems:
     def __init__(self, library: str, counter: str, ranks: int) -> None:
         self.groups = {"numadist": dist.new_group(backend="numa"), "gloo": dist.new_group(backend="gloo")}
         self.ours = self.groups["numadist"]
-        self.loop = Loop(library, counter, ranks, self.ours._core())
+        self.loop = Loop(library, counter, dist.get_rank(), ranks, self.ours._core())
         self.compiled: dict[tuple, tuple[Callable, Callable]] = {}
 
     def call(self, system: str, x: torch.Tensor) -> Callable[[], object]:
@@ -68,8 +68,10 @@ def _keep_fake(x: torch.Tensor) -> None:
 
 def time_calls(systems: Systems, system: str, num_bytes: int, dtype: str, calls: int) -> list[float]:
     """Seconds of each all_reduce; its tensor is written between them."""
-    if system in ("numadist-core", "memcpy"):
-        return systems.loop.run(num_bytes, dtype, calls, only_copy=system == "memcpy")
+    if system in LIMITS:
+        return systems.loop.run(num_bytes, dtype, calls, system)
+    if system == "numadist-core":
+        return systems.loop.run(num_bytes, dtype, calls)
     x = torch.ones(num_bytes // getattr(torch, dtype).itemsize, dtype=getattr(torch, dtype))
     if system == "numadist-compiled":
         return time_compiled(systems, x, max(1, calls // NUM_COMPILED))
