@@ -155,9 +155,13 @@ class MachinesGroup(ShmGroup):
         self._all.monitored_barrier(limit, wait_all_ranks)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        if self._failure is not None:
+            raise self._failure
         return self._all.recv_anysource(tensors, tag)
 
     def _message(self, coll: Coll, t: Tensor, peer: int, tag: int) -> Work:
+        if self._failure is not None:
+            raise self._failure
         self._core()
         return (
             self._all.send([readable(t)], peer, tag) if coll == Coll.SEND else self._all.recv([t], peer, tag)
@@ -184,11 +188,15 @@ class MachinesGroup(ShmGroup):
                 self._agree(job.arguments)
                 self._make(job.arguments)
         except (CommError, RuntimeError) as error:
-            # The other ranks of this machine must not wait for this one.
-            with contextlib.suppress(CommError):
-                super().abort()
             self._failure = error if isinstance(error, CommError) else self._between_machines(error)
+            self._leave()
             raise self._failure from None
+
+    def _leave(self) -> None:
+        """Let no rank wait for this one, which has failed: those of this machine, and those connected by Gloo."""
+        with contextlib.suppress(CommError):
+            super().abort()
+        self._all = self._lane = None
 
     def _make(self, a: Arguments) -> None:
         make = {
@@ -306,7 +314,7 @@ class MachinesGroup(ShmGroup):
         """A collective of this machine's ranks, in shared memory."""
         code = _native.run(self._core(), arguments)
         if code != 0:
-            where = f"{self._name} on machine {self._machine} (its ranks are {self._local_ranks})"
+            where = f"{self._name} on machine {self._machine}, its ranks {self._local_ranks} here 0 and on,"
             num_ranks = len(self._local_ranks)
             raise watch.error_of(self._core(), code, where, self._local_rank, num_ranks, self._timeout_s)
 

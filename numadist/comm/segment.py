@@ -106,7 +106,8 @@ def _connect(
     if code != 0:
         from numadist.comm.watch import error_of
 
-        error = error_of(handle, code, "being made", ranks.index(rank), len(ranks), timeout_s)
+        name = "being made" if ranks[-1] == len(ranks) - 1 else f"being made by ranks {list(ranks)}, here 0 and on,"
+        error = error_of(handle, code, name, ranks.index(rank), len(ranks), timeout_s)
         _native.lib.nd_group_close(handle)
         raise error
 
