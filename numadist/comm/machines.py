@@ -98,9 +98,11 @@ class MachinesGroup(ShmGroup):
             gloo._set_default_timeout(timeout)
 
     def abort(self) -> None:
-        super().abort()
-        for gloo in self._gloos():
-            gloo.abort()
+        """Make the running and all later calls of every rank fail; a call of this rank that waits in Gloo ends last."""
+        self._failure = CommError(
+            f"rank {self._rank}: group {self._name!r} was aborted by rank {self._rank}."
+        )
+        self._leave()
 
     def shutdown(self) -> None:
         # Calls that have not begun would wait for ranks that leave too.

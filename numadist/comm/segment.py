@@ -15,6 +15,7 @@ from torch.distributed import Store
 from numadist import _native, errors
 from numadist.comm.choose import one_shot_bytes
 from numadist.comm.members import Member
+from numadist.comm.watch import STALE_HINT, error_of
 from numadist.config import config
 from numadist.errors import CommError, PeerLost
 from numadist.log import get_logger
@@ -104,9 +105,11 @@ def _connect(
     """Wait for the other ranks; closes the handle if they do not come. Raises: CommError."""
     code = _native.connect_group(handle, [m.pid for m in members])
     if code != 0:
-        from numadist.comm.watch import error_of
-
-        name = "being made" if ranks[-1] == len(ranks) - 1 else f"being made by ranks {list(ranks)}, here 0 and on,"
+        name = (
+            "being made"
+            if ranks[-1] == len(ranks) - 1
+            else f"being made by ranks {list(ranks)}, here 0 and on,"
+        )
         error = error_of(handle, code, name, ranks.index(rank), len(ranks), timeout_s)
         _native.lib.nd_group_close(handle)
         raise error
@@ -163,7 +166,7 @@ def _published(store: Store, ranks: Sequence[int], first: Member, until: float, 
         except RuntimeError:  # each kind of store has its own
             if is_gone():
                 raise PeerLost(
-                    f"rank {ranks[0]} (pid {first.pid}) is gone before the group was made. Its own output says why."
+                    f"rank {ranks[0]} (pid {first.pid}) is gone before the group was made. {STALE_HINT}"
                 ) from None
             if left_s < POLL_S:
                 raise

@@ -18,6 +18,9 @@ _ROOT_IS = dict.fromkeys((Coll.BROADCAST, Coll.SCATTER, Coll.GATHER, Coll.REDUCE
     Coll.ALL_REDUCE_SHARED: "shared tensor",
 }
 
+# For a rank that is missing before the group was made.
+STALE_HINT = "Its own output says why; if it starts only now, the store has entries of an earlier run: use a new file or port."
+
 
 def describe(call: Call) -> str:
     """E.g. `all_reduce(SUM, float32, 4096 bytes)`."""
@@ -67,7 +70,7 @@ def error_of(handle: int, code: int, name: str, rank: int, world: int, timeout_s
     if code == -errno.EOWNERDEAD:
         return PeerLost(
             f"rank {rank}: {where}: rank {report.peer} (pid {report.peer_pid}) is gone{seen_by}. "
-            f"Its own output says why; the group cannot go on."
+            f"{STALE_HINT if report.mine.coll == Coll.CONNECT else 'Its own output says why; the group cannot go on.'}"
         )
     if code == -errno.EPROTO:
         return CollectiveMismatch(

@@ -196,6 +196,22 @@ def call_for_ever(rank):
         dist.all_reduce(torch.ones(100))
 
 
+def abort_or_call(rank, world):
+    if rank != 2:
+        return failing_call(rank, world, call_for_ever)
+    for _ in range(10):
+        dist.all_reduce(torch.ones(100))
+    dist.group.WORLD.abort()
+    return failing_call(rank, world, call_for_ever)
+
+
+def test_abort_ends_the_calls_on_all_machines():
+    with ranks(3, machines="aab") as pool:
+        for rank, answer in enumerate(pool.run(abort_or_call)):
+            assert answer is not None, f"rank {rank} went on"
+            assert rank != 2 or "was aborted by rank 2" in answer[1], answer
+
+
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_killed_rank_is_an_error_on_all_machines_within_2_s(victim):
     survivors = [rank for rank in range(3) if rank != victim]
