@@ -19,7 +19,7 @@ _ROOT_IS = dict.fromkeys((Coll.BROADCAST, Coll.SCATTER, Coll.GATHER, Coll.REDUCE
 }
 
 # For a rank that is missing before the group was made.
-STALE_HINT = "Its own output says why; if it starts only now, the store has entries of an earlier run: use a new file or port."
+STALE_HINT = "Its own output says why; if it only starts now, an earlier run's store was used: take a new file or port."
 
 
 def describe(call: Call) -> str:
