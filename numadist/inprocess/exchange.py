@@ -52,7 +52,9 @@ class Exchange:
         finally:
             os.close(fd)
         for handle in self._handles:
-            _native.check(_native.lib.nd_group_connect(handle), "connect the threads of a model")
+            _native.check(
+                _native.connect_group(handle, [os.getpid()] * world), "connect the threads of a model"
+            )
         weakref.finalize(self, _close, self._handles)
         _exchanges[self.number] = self
 
