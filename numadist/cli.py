@@ -20,6 +20,7 @@ COMMANDS = {
         "numadist.compare.command:main",
         "does it pay? one process, numactl policies and ranks, in turn",
     ),
+    "bench": ("numadist.generate.command:main", "serve --synthetic: latencies and goodput of three schedules"),
     "explain": ("numadist.explain_command:main", "how a model would be sharded: blocks, placements, bytes"),
     "info": ("numadist.info:main", "versions and machine, for a bug report"),
 }

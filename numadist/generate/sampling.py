@@ -84,13 +84,23 @@ def merge_candidates(gathered_RN: Tensor, num_rows: int) -> tuple[Tensor, Tensor
     return values_BC, tokens_BC.gather(-1, order)
 
 
-def choose(values_C: Tensor, tokens_C: Tensor, how: Sampling, draw: torch.Generator) -> int:
-    """One row's next token."""
-    if not how.do_sample:
-        return int(tokens_C[0])
-    kept = values_C[: how.top_k or None] / how.temperature
+def distribution(values_C: Tensor, tokens_C: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
+    """Probabilities and tokens that sampling draws from, out of one row's candidates, best first.
+
+    Filling, -inf, is left out: a draw from more probabilities is another draw, though the rest are 0.
+    """
+    kept = values_C[: how.top_k or None]
+    kept = kept[kept > -torch.inf] / how.temperature
     if how.top_p < 1:
         probabilities = kept.softmax(-1)
         better = probabilities.cumsum(-1) - probabilities  # probability of all better tokens
         kept = kept[better < how.top_p]
-    return int(tokens_C[torch.multinomial(kept.softmax(-1), 1, generator=draw)])
+    return kept.softmax(-1), tokens_C[: len(kept)]
+
+
+def choose(values_C: Tensor, tokens_C: Tensor, how: Sampling, draw: torch.Generator) -> int:
+    """One row's next token."""
+    if not how.do_sample:
+        return int(tokens_C[0])
+    probabilities, tokens = distribution(values_C, tokens_C, how)
+    return int(tokens[torch.multinomial(probabilities, 1, generator=draw)])

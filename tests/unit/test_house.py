@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "memory": BASE | {"_native", "topology", "torch"},
     "comm": BASE | {"_native", "topology", "binding", "memory", "torch"},
     "shard": BASE | {"_native", "topology", "memory", "torch"},
-    "generate": BASE | {"memory", "shard", "models", "torch"},
+    "generate": BASE | {"topology", "memory", "shard", "models", "torch"},
     "models": BASE | {"torch"},
     "inprocess": BASE | {"_native", "topology", "binding", "memory", "shard", "torch"},
     "compare": BASE
