@@ -2,16 +2,19 @@
 
 The suite skips much for a backend it does not know, so it is told that it tests gloo, and the calls that name gloo
 make our groups: every test that gloo runs here, we run. The number of ranks is CONFORMANCE_RANKS (2, 3 or 4).
-CONFORMANCE_BACKEND=gloo runs the suite on gloo itself, to compare.
+CONFORMANCE_BACKEND=gloo runs the suite on gloo itself, to compare; CONFORMANCE_MACHINES=2 on ranks that behave as on
+two machines in turn.
 """
 
 import functools
 import os
 import tempfile
+from dataclasses import replace
 
 import pytest
 
 RANKS = os.environ.get("CONFORMANCE_RANKS", "2")
+MACHINES = int(os.environ.get("CONFORMANCE_MACHINES", "1"))
 TESTED = os.environ.get("CONFORMANCE_BACKEND", "numa")
 # The suite reads these when it is imported.
 os.environ.update(BACKEND="gloo", WORLD_SIZE=RANKS, TEMP_DIR=tempfile.mkdtemp(), OMP_NUM_THREADS="1")
@@ -23,6 +26,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import distributed_test as suite
+
+from numadist import config
 
 pytestmark = [pytest.mark.mp, pytest.mark.conformance]
 
@@ -68,6 +73,8 @@ class TestNuma(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
     @classmethod
     def _run(cls, rank, test_name, file_name, pipe, **kwargs):
         torch.set_num_threads(1)
+        if MACHINES > 1:
+            config._config = replace(config.config(), machine=str(rank % MACHINES))
         if TESTED != "gloo":
             stand_in_for_gloo()
         super()._run(rank, test_name, file_name, pipe, **kwargs)
