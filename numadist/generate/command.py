@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ from numadist.topology.sysfs import read_machine
 # Targets unless asked for: multiples of what a request sees that has the machine for itself.
 TTFT_FACTOR, TPOT_FACTOR = 8.0, 2.5
 # Rates unless asked for: shares of the load that keeps the engine busy.
-LOADS = (0.3, 0.6, 0.9)
+LOADS = (0.4, 0.7, 1.0)
+# A rate below what a run's seconds can show still gets so many requests.
+MIN_REQUESTS = 16
+# The model unless asked for: GPT-2 with random weights, small enough that a sweep takes a minute on two cores.
+SMALL = {"n_layer": 4, "n_embd": 384, "n_head": 6, "vocab_size": 8192}
 TABLE = (
     ("rate", "rate", "{:.1f}"),
     ("policy", "policy", "{}"),
@@ -65,9 +70,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--synthetic", action="store_true", help="Poisson arrivals, log-normal lengths, random tokens"
     )
     parser.add_argument(
-        "--model", default="gpt2", choices=models.NAMES, metavar="M", help=", ".join(models.NAMES)
+        "--model",
+        default="small",
+        metavar="M",
+        help=f"small (GPT-2 with {SMALL}) or {', '.join(models.NAMES)}",
     )
-    parser.add_argument("--layers", type=int, default=4, help="of the model; 0 keeps its own (default 4)")
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--compile", action="store_true", help="takes minutes to start")
     parser.add_argument(
@@ -76,13 +83,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy", nargs="+", choices=[p.value for p in Policy], default=[p.value for p in Policy]
     )
-    parser.add_argument("--num-requests", type=int, default=40, help="of each rate and policy")
-    parser.add_argument("--prompt-median", type=int, default=192)
+    parser.add_argument("--seconds", type=float, default=7.0, help="of arrivals, at each rate and policy (7)")
+    parser.add_argument("--num-requests", type=int, help="of each rate and policy, instead of --seconds")
+    parser.add_argument("--prompt-median", type=int, default=256)
     parser.add_argument("--output-median", type=int, default=24)
     parser.add_argument("--sigma", type=float, default=0.6, help="of the logarithm of lengths")
-    parser.add_argument("--chunk-tokens", type=int, default=64, help="of the policy chunked")
+    parser.add_argument("--chunk-tokens", type=int, default=128, help="of the policy chunked")
     parser.add_argument("--max-batch-size", type=int, default=8)
-    parser.add_argument("--max-length", type=int, default=768)
+    parser.add_argument("--max-length", type=int, default=1024)
     parser.add_argument(
         "--ttft-ms", type=float, help=f"target; default {TTFT_FACTOR:g} x that of a prompt alone"
     )
@@ -110,8 +118,11 @@ def _start_ranks(options: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def _bench(options: argparse.Namespace) -> None:
-    changes: dict[str, Any] = {"num_hidden_layers": options.layers} if options.layers else {}
-    model = models.build(options.model, getattr(torch, options.dtype), **changes)
+    dtype = getattr(torch, options.dtype)
+    if options.model == "small":
+        model = models.build("gpt2", dtype, **SMALL)
+    else:
+        model = models.build(options.model, dtype)
     model_config: Any = model.config
     generator = Generator(
         model,
@@ -133,7 +144,7 @@ def _bench(options: argparse.Namespace) -> None:
 def _sweep(options: argparse.Namespace, generator: Generator, vocabulary: int) -> None:
     """Rank 0: every rate under every policy, in turn."""
     workload = Workload(
-        options.num_requests,
+        options.num_requests or MIN_REQUESTS,
         1.0,
         options.prompt_median,
         options.output_median,
@@ -149,7 +160,7 @@ def _sweep(options: argparse.Namespace, generator: Generator, vocabulary: int) -
     )
     capacity = alone.capacity(workload, options.max_batch_size)
     print(
-        f"{options.model}, {options.layers or 'all'} layers, {options.dtype}, {generator.team.num_ranks} ranks; "
+        f"{options.model}, {options.dtype}, {generator.team.num_ranks} ranks; "
         f"prompt {1e3 * alone.prefill_s:.0f} ms, step {1e3 * alone.step_s:.1f} ms, of {options.max_batch_size} rows "
         f"{1e3 * alone.full_step_s:.1f} ms; about {capacity:.1f} requests/s keep it busy\n"
         f"targets: ttft {targets.ttft_ms:.0f} ms and tpot {targets.tpot_ms:.1f} ms",
@@ -159,7 +170,9 @@ def _sweep(options: argparse.Namespace, generator: Generator, vocabulary: int) -
     rows = []
     for rate in options.rate or [round(load * capacity, 2) for load in LOADS]:
         for policy in options.policy:
-            row = _measure(generator, policy, workload, rate, targets, options.chunk_tokens)
+            count = options.num_requests or max(MIN_REQUESTS, round(rate * options.seconds))
+            load = replace(workload, rate=rate, num_requests=count)
+            row = _measure(generator, policy, load, targets, options.chunk_tokens)
             print(_line([text.format(row[key]) for _, key, text in TABLE]), flush=True)
             rows.append(row)
     for rate in dict.fromkeys(row["rate"] for row in rows):
@@ -172,15 +185,15 @@ def _sweep(options: argparse.Namespace, generator: Generator, vocabulary: int) -
 
 
 def _measure(
-    generator: Generator, policy: str, workload: Workload, rate: float, targets: Targets, chunk_tokens: int
+    generator: Generator, policy: str, workload: Workload, targets: Targets, chunk_tokens: int
 ) -> dict[str, Any]:
     engine = generator.engine(Policy(policy), chunk_tokens=chunk_tokens)
-    requests, seconds = serve(engine, Workload(**{**vars(workload), "rate": rate}))
+    requests, seconds = serve(engine, workload)
     if engine.rows_in_use:
         raise GenerateError(
             f"{engine.rows_in_use} rows of the KV tensors are still in use after the last request"
         )
-    return {"rate": rate, "policy": policy, **summary(requests, seconds, targets)}
+    return {"rate": workload.rate, "policy": policy, **summary(requests, seconds, targets)}
 
 
 def _line(cells: Sequence[str]) -> str:
