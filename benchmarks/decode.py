@@ -78,6 +78,10 @@ def measure_model(name: str, options, cpus: list[int]) -> list[dict]:
         prompts = torch.randint(vocabulary, (batch, options.context), generator=draw)
         decode(generator, prompts, options)  # compiles
         baseline = OneProcess(name, prompts, options, cpus) if dist.get_rank() == 0 else None
+        if baseline is not None:
+            print(
+                f"{name}, batch {batch}: both are compiled, {options.rounds} rounds follow", file=sys.stderr
+            )
         ours, theirs = [], []
         for _ in range(options.rounds):
             dist.barrier()

@@ -1,6 +1,7 @@
 """The step compiled: one graph for reading prompts, one for decoding, over the same weights."""
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ class CompiledStep:
     def __init__(self, gm: GraphModule):
         """Takes `gm` over: its linear layers get packed weights."""
         pack_linears(gm)
-        decode = GraphModule(gm, copy.deepcopy(gm.graph))
+        with warnings.catch_warnings():  # torch.export's own, when its result is copied
+            warnings.simplefilter("ignore", FutureWarning)
+            decode = GraphModule(gm, copy.deepcopy(gm.graph))
         use_one_token_attention(decode)
         self.prefill, self.decode = torch.compile(gm), torch.compile(decode)
         self._ready: set[tuple[bool, bool]] = set()
