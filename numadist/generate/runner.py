@@ -81,13 +81,10 @@ class Runner:
             _kv_shapes(step, self.schema, team.rank), max_rows, round_up(max_tokens + 1, SLOT_STEP)
         )
         emitter = team.emitter
-        self.vocabulary = _vocabulary(step, self.schema, team.rank)
-        if _heads_may_stay(step, self.schema):
+        stays = _heads_may_stay(step, self.schema)
+        self.vocabulary = _vocabulary(step, self.schema, team.rank, stays)
+        if stays:
             emitter = local_heads(emitter)
-        else:  # logits are whole on every rank: rank 0 alone speaks for them
-            self.vocabulary = Vocabulary(
-                0, self.vocabulary.largest if team.rank == 0 else 0, self.vocabulary.largest
-            )
         if emitter is not None:
             apply(step.gm, self.schema, team.rank, emitter)
         checkpoint = Checkpoint(weights) if weights is not None else None
@@ -204,16 +201,17 @@ def _kv_shapes(step: StepGraph, schema: Schema, rank: int) -> list[tuple[int, in
     return shapes
 
 
-def _vocabulary(step: StepGraph, schema: Schema, rank: int) -> Vocabulary:
+def _vocabulary(step: StepGraph, schema: Schema, rank: int, stays: bool) -> Vocabulary:
+    """This rank's logits. Where every rank gets them whole, rank 0 alone speaks for them."""
     nodes = {n.name: n for n in step.gm.graph.nodes}
-    for block in schema.blocks:
+    for block in schema.blocks if stays else []:
         for name in block.heads:
             rows = block.params[str(nodes[name].args[1].target)].dims[0]
             ((first, stop),) = rows.cuts[rank]
             return Vocabulary(first, stop - first, rows.local_size(0))
     (logits,) = next(n for n in nodes.values() if n.op == "output").all_input_nodes
     size = int(graph.shape(logits)[-1])
-    return Vocabulary(0, size, size)
+    return Vocabulary(0, size if rank == 0 else 0, size)
 
 
 def _heads_may_stay(step: StepGraph, schema: Schema) -> bool:

@@ -33,9 +33,19 @@ GEMMA = {
 
 @functools.cache
 def tiny(name: str) -> torch.nn.Module:
-    """gpt2 (heads of their own), llama (3 KV heads for 9), gemma3 (one KV head, windows of 7 tokens)."""
+    """gpt2 (heads of their own), llama (3 KV heads for 9), gemma3 (one KV head, windows of 7 tokens).
+
+    llama, whole head: a vocabulary too short to be split. llama, log probabilities: what follows the split head looks
+    across the vocabulary.
+    """
     if name == "gemma3":
         return models.build("gemma3-270m", **GEMMA)
+    if name == "llama, whole head":
+        return models.build("llama-tiny", vocab_size=128, **LIVELY)
+    if name == "llama, log probabilities":
+        model = models.build("llama-tiny", **LIVELY)
+        model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.LogSoftmax(-1))
+        return model
     return models.build(f"{name}-tiny", **LIVELY)
 
 

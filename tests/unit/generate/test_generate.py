@@ -5,11 +5,12 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra `models`")
 
-from rank_threads import GEMMA, generators, hugging_face, on_all, prompts, tiny
+from rank_threads import GEMMA, LIVELY, generators, hugging_face, on_all, prompts, tiny
 
 from numadist import models
 from numadist.errors import GenerateError
-from numadist.generate.api import generate
+from numadist.generate.api import Generator, generate
+from numadist.shard.fake import empty_parameters
 
 LENGTHS = (5, 17, 1, 9, 23)
 NEW = 24
@@ -34,6 +35,38 @@ def test_greedy_tokens_equal_hugging_face(name, num_ranks):
         ranks, lambda g: [g.generate([p], max_new_tokens=NEW, eos_token_id=())[0] for p in batch]
     ):
         assert out == answers, "alone, not in a batch"
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "speakers"),
+    [("llama", 1, 3), ("llama, whole head", 0, 1), ("llama, log probabilities", 1, 1)],
+)
+def test_logits_split_or_whole_give_the_same_tokens(name, blocks, speakers):
+    ranks = generators(name, 3)
+    assert sum(bool(b.heads) for b in ranks[0].schema.blocks) == blocks
+    assert sum(g.runner.vocabulary.size > 0 for g in ranks) == speakers
+    batch = [[token % 128 for token in prompt] for prompt in prompts(9, 5)]
+    ids = torch.tensor(batch[:1])
+    (expected,) = (
+        tiny(name)
+        .generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+        )
+        .tolist()
+    )
+    for out in on_all(ranks, lambda g: g.generate(batch, max_new_tokens=NEW, eos_token_id=())):
+        assert out[0] == expected
+    sampled = on_all(ranks, lambda g: g.generate(batch, max_new_tokens=4, do_sample=True, top_k=60))
+    assert sampled[0] == sampled[1] == sampled[2]
+
+
+def test_weights_may_come_from_a_checkpoint_by_slices(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    with empty_parameters():
+        hollow = models.build("llama-tiny", **LIVELY)
+    generator = Generator(hollow, max_length=64, weights=tmp_path)
+    out = generator.generate(prompts(9), max_new_tokens=NEW, eos_token_id=())
+    assert out == expected("llama", 9)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
