@@ -38,7 +38,7 @@ def apply(gm: GraphModule, schema: Schema, rank: int, emit: Emitter) -> None:
         _insert_slices(gm, block, {**nodes, **entries}, rank)
         for name in block.lookups:
             nodes[name] = _split_lookup(gm, nodes[name], block, rank)
-        for name in block.heads if emit.gather_heads else []:
+        for name in block.heads if emit.gather_heads or block.kind == "gathered" else []:
             _gather_head(gm, nodes[name], block, rank, emit)
     for point in points:
         _insert_all_reduce(gm, nodes[point.name], emit)
@@ -136,7 +136,7 @@ def _split_lookup(gm: GraphModule, node: Node, block: Block, rank: int) -> Node:
 
 
 def _gather_head(gm: GraphModule, node: Node, block: Block, rank: int, emit: Emitter) -> None:
-    """Logits of all ranks' rows side by side. Chunks are equal but for the last one, which is padded on the way."""
+    """Outputs of all ranks' rows side by side. Chunks are equal but for the last one, which is padded on the way."""
     rows = block.params[str(node.args[1].target)].dims[0]
     num_ranks, chunk, size = len(rows.cuts), rows.local_size(0), rows.cuts[-1][0][1]
     g, users = gm.graph, list(node.users)

@@ -61,7 +61,7 @@ def _describe(block: propagate.BlockPlan) -> Block:
 
 def _describe_vocabulary(plan: VocabularyPlan) -> Block:
     return Block(
-        kind="vocabulary",
+        kind=plan.kind,
         module=", ".join(dict.fromkeys(graph.module_path(n) for n in (*plan.lookups, *plan.heads))),
         sink=None,
         columns=[],

@@ -94,7 +94,7 @@ def _block_lines(block: Block, nodes: dict[str, Node], points: list[Node]) -> li
         if node.name in inside:
             lines.append(f"    {_code(node)}  # {_placement_text(node, block)}")
     for name in [block.sink, *block.lookups]:
-        point = _point_of(nodes[name], points) if name is not None else None
+        point = point_of(nodes[name], points) if name is not None else None
         if point is not None:
             lines.append(f"    all_reduce({point.name})  # {_bytes_text(point)}")
     return lines
@@ -106,7 +106,8 @@ def _placement_text(node: Node, block: Block) -> str:
     if node.name in block.lookups:
         return "rows of this rank, zeros for others -> partial"
     if node.name in block.heads:
-        return "logits of this rank's rows -> gathered over the last dim"
+        what = "logits of this rank's rows" if block.kind == "vocabulary" else "columns of this rank"
+        return f"{what} -> gathered over the last dim"
     if node.name in block.slices:
         shard, users = block.slices[node.name]
         return f"replicated; {', '.join(users)} take {_shard_text(shard)}"
@@ -130,7 +131,7 @@ def _code(node: Node) -> str:
     return f"{node.name} = {op}({args})"
 
 
-def _point_of(sink: Node, points: list[Node]) -> Node | None:
+def point_of(sink: Node, points: list[Node]) -> Node | None:
     """The node whose all-reduce serves the sink: its value moves on through linear ops with one user each."""
     node: Node | None = sink
     while node is not None and node not in points:

@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from numadist.shard import graph, rules
+from numadist.shard.gathered import plan_gathered
 from numadist.shard.graph import Contraction, Dependencies, as_contraction
 from numadist.shard.placement import CannotShard, DimShard, NeedsUnit, Shard, base_unit, split_units
 from numadist.shard.vocabulary import VocabularyPlan, plan_vocabulary
@@ -110,6 +111,9 @@ class _Planner:
         if self.num_ranks > 1:
             heads = {n: self.contractions[n] for n in open_layers if self._reach(n).output}
             result.vocabulary = plan_vocabulary(self.deps, heads, self.num_ranks)
+            heads_taken = {n for v in result.vocabulary for n in v.heads}
+            rest = [self.contractions[n] for n in open_layers if n not in heads_taken]
+            result.vocabulary += plan_gathered(self.deps, rest, self.num_ranks)
         split_heads = {n for v in result.vocabulary for n in v.heads}
         for node in open_layers:
             if node not in split_heads:

@@ -27,6 +27,7 @@ class VocabularyPlan:
     lookups: list[Node]
     heads: list[Node]
     params: dict[str, Shard]
+    kind: str = "vocabulary"
 
 
 def vocabulary_cut(size: int, num_ranks: int) -> DimShard | None:

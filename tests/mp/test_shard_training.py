@@ -63,6 +63,21 @@ def test_gradients_equal_those_of_the_unsharded_model(group, name):
     assert min(group.run(check_gradients, name)) > 8, "the blocks were sharded"
 
 
+def check_gathered_gradients(rank, world):
+    """The shared KV head's layers computed by parts and gathered."""
+    from unittest import mock
+
+    from numadist.shard import gathered
+
+    with mock.patch.object(gathered, "MIN_FLOPS", 0.0):
+        return check_gradients(rank, world, "one-kv-head")
+
+
+def test_gradients_of_gathered_layers(numa_pair):
+    plain, by_parts = numa_pair.run(check_gradients, "one-kv-head"), numa_pair.run(check_gathered_gradients)
+    assert min(by_parts) > max(plain), "more layers were cut"
+
+
 def check_tensor_times_data_parallel(rank, world):
     """A 2 x 2 mesh: two replicas of a model over two ranks each, trained three steps."""
     from torch.distributed.device_mesh import init_device_mesh
