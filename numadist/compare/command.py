@@ -10,7 +10,7 @@ from numadist import models
 from numadist.compare import report
 from numadist.compare.profiles import DEFAULT, PAPER, QUICK, SMALL, Profile
 from numadist.compare.rounds import Case, measure_case
-from numadist.compare.variants import VARIANTS, Variant, chosen
+from numadist.compare.variants import REFERENCE, VARIANTS, Variant, chosen
 from numadist.compare.worker import Job, Worker
 from numadist.topology.machine import Machine
 from numadist.topology.sysfs import read_machine
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
             workers = {}
             for variant in chosen(options.variants):
                 progress(f"{model}: starting {variant.name}")
-                workers[variant.name] = worker = start(variant, job, options.nproc_per_socket, machine)
+                workers[variant.name] = worker = start(variant, job, options, machine)
                 stack.callback(worker.close)
             for batch, seq in shapes:
                 case = Case(model, batch, seq)
@@ -124,17 +124,19 @@ class Progress:
         self.done += 1
 
 
-def start(variant: Variant, job: Job, nproc_per_socket: int | None, machine: Machine) -> Worker:
+def start(variant: Variant, job: Job, options: argparse.Namespace, machine: Machine) -> Worker:
     """The variant's processes: one thread a core, as numarun gives its ranks. Raises: NumadistError."""
     domains = machine.domains if variant.all_nodes else machine.domains[:1]
     cpus = [core.cpus[0] for domain in domains for core in domain.cores]
     nodes = sorted({n for domain in domains for n in machine.memory_of(domain.nodes)})
     numarun = []
-    if nproc_per_socket:
-        numarun = ["--nproc-per-socket", str(nproc_per_socket)]
+    if options.nproc_per_socket:
+        numarun = ["--nproc-per-socket", str(options.nproc_per_socket)]
     elif len(machine.domains) < 2:  # a machine with one node still shows what packing and fewer barriers give
         numarun = ["--nproc-per-node", "2"]
-    return Worker(variant.name, job, cpus, nodes, numarun)
+    # Without being asked for, the reference only checks the others' answers.
+    is_timed = variant.name != REFERENCE or options.variants is None or REFERENCE in options.variants
+    return Worker(variant.name, job, cpus, nodes, numarun, is_timed)
 
 
 def _write(options: argparse.Namespace, cases: list[Case], machine: Machine) -> None:

@@ -57,7 +57,7 @@ def measure_case(
 ) -> None:
     """Fill the case: warm up, check the answers, then time in rotated order.
 
-    A variant that fails is left out, not the case.
+    A variant that fails is left out, not the case. The reference is timed only if it was asked for.
     """
     ready = _warm_up(workers, case, dtype, profile, progress)
     if not ready or case.skipped:
@@ -112,7 +112,8 @@ def _warm_up(
         try:
             last = workers[name].forward(case.batch, case.seq).last
             first_s = time.monotonic() - begin
-            forward_s += min(workers[name].forward(case.batch, case.seq, profile.warm_up - 1).seconds)
+            if workers[name].is_timed:
+                forward_s += min(workers[name].forward(case.batch, case.seq, profile.warm_up - 1).seconds)
         except NumadistError as failure:
             case.failed[name] = str(failure).splitlines()[-1]
             continue
@@ -124,7 +125,7 @@ def _warm_up(
         rows[name] = Row(name, Timing([]), error, first_s)
     if (needed_s := MIN_ROUNDS * profile.per_round * forward_s) > profile.skip_s:
         case.skipped = f"{MIN_ROUNDS} rounds would take {needed_s:.0f} s, more than {profile.skip_s:.0f} s"
-    return {name: rows[name] for name in workers if name in rows}
+    return {name: rows[name] for name, worker in workers.items() if name in rows and worker.is_timed}
 
 
 def _own_cpu_s() -> float:

@@ -62,6 +62,7 @@ class Worker:
     """A variant that is running and idle. Close it when done.
 
     numarun: options for the variants with ranks, e.g. ["--nproc-per-socket", "2"].
+    is_timed: not so for a reference that only checks the others' answers.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class Worker:
         cpus: Iterable[int],
         nodes: Iterable[int] = (),
         numarun: Iterable[str] = (),
+        is_timed: bool = True,
     ):
         self.variant: Variant = VARIANTS[variant]
+        self.is_timed = is_timed
         self._folder = tempfile.TemporaryDirectory(prefix="numadist-")
         address = os.path.join(self._folder.name, "worker")
         with socket.socket(socket.AF_UNIX) as listener:
