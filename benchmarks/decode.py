@@ -29,6 +29,7 @@ from numadist.config import config
 from numadist.topology.cpuset import format_list, parse_list
 
 BASELINE = Path(__file__).with_name("decode_one_process.py")
+README = Path(__file__).parents[1] / "README.md"
 
 
 def main() -> None:
@@ -74,8 +75,7 @@ def measure_model(name: str, options, cpus: list[int]) -> list[dict]:
     del model
     rows = []
     for batch in options.batch:
-        draw = torch.Generator().manual_seed(batch)
-        prompts = torch.randint(vocabulary, (batch, options.context), generator=draw)
+        prompts = contexts(name, vocabulary, batch, options.context)
         decode(generator, prompts, options)  # compiles
         baseline = OneProcess(name, prompts, options, cpus) if dist.get_rank() == 0 else None
         if baseline is not None:
@@ -95,6 +95,15 @@ def measure_model(name: str, options, cpus: list[int]) -> list[dict]:
         else:
             generator.generate(prompts.tolist(), max_new_tokens=options.tokens, eos_token_id=())
     return rows
+
+
+def contexts(name: str, vocabulary: int, batch: int, length: int) -> torch.Tensor:
+    """[B, length] token ids: the README from different places, or random ones for models without a tokenizer."""
+    tokenizer = models.tokenizer(name)
+    if tokenizer is None:
+        return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(batch))
+    text = torch.tensor(tokenizer(README.read_text())["input_ids"])
+    return torch.stack([text.roll(-64 * row)[:length] for row in range(batch)])
 
 
 def decode(generator: numadist.Generator, prompts: torch.Tensor, options) -> float:
