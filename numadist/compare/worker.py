@@ -220,6 +220,10 @@ def single_process(variant: Variant, num_threads: int) -> Callable[[Any, dict[st
     torch.set_num_threads(num_threads)
     if variant.compile == "none":
         return lambda model, inputs: model
+    if variant.compile == "openvino":
+        from numadist.compare.peers import openvino
+
+        return lambda model, inputs: openvino(model, inputs, num_threads)
     # As an option of torch.compile it would do nothing: see numadist/shard/compiled.py.
     torch._inductor.config.freezing = variant.compile == "freezing"
     return lambda model, inputs: torch.compile(model, dynamic=False)

@@ -11,15 +11,16 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra `models`")
 
+from numadist.compare import variants
 from numadist.compare.variants import VARIANTS
 from numadist.compare.worker import Job, Worker
-from numadist.errors import NumadistError
+from numadist.errors import ConfigError, NumadistError
 
 pytestmark = pytest.mark.mp
 
 
 # One of each kind: the others differ from these by a policy or a backend, and every start costs seconds.
-KINDS = ["eager", "compile", "compile+single-node", "inprocess", "ranks", "ranks-noreduce"]
+KINDS = ["eager", "compile", "compile+single-node", "inprocess", "ranks", "openvino", "ranks-noreduce"]
 
 
 def compare(folder: Path, model: str, *options: str, status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -86,3 +87,10 @@ def test_a_model_of_the_callers_own(tmp_path):
 def test_an_unknown_model_is_named_before_anything_starts(tmp_path):
     run = compare(tmp_path, "gpt5", status=1)
     assert "unknown model 'gpt5'; known: smollm2, gpt2" in run.stderr
+
+
+def test_a_variant_whose_package_is_missing_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(variants.importlib.util, "find_spec", lambda name: None)
+    assert "openvino" not in [v.name for v in variants.chosen(None)]
+    with pytest.raises(ConfigError, match="variant openvino needs a package: pip install openvino"):
+        variants.chosen(["openvino"])
