@@ -104,7 +104,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> torc
             )
         return model.eval()
     check_name(name)
-    config = _config(name, **changes)
+    config = config_of(name, **changes)
     torch.manual_seed(SEED)
     return getattr(transformers, MODELS[name].auto_class).from_config(config, dtype=dtype).eval()
 
@@ -130,7 +130,7 @@ def workload(
         model, inputs = _imported(name)(batch=batch, seq=seq)
         return model.to(dtype).eval(), inputs
     changes = {}
-    if name in MODELS and (longest := max(longest, seq)) > _config(name).max_position_embeddings:
+    if name in MODELS and (longest := max(longest, seq)) > config_of(name).max_position_embeddings:
         changes["max_position_embeddings"] = longest
     model = build(name, dtype, **changes)
     return model, prefill_inputs(model, batch, seq)
@@ -154,7 +154,8 @@ def last_position(outputs: Any) -> torch.Tensor:
     return found[:, -1] if found.dim() > 2 else found
 
 
-def _config(name: str, **changes: Any) -> Any:
+def config_of(name: str, **changes: Any) -> Any:
+    """The transformers config of one of MODELS."""
     spec = MODELS[name]
     return getattr(_transformers(), spec.config_class)(**{**spec.options, **changes})
 

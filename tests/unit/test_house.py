@@ -34,9 +34,11 @@ MAY_IMPORT = {
     "launch": BASE | {"_syscalls", "topology", "binding"},
     "memory": BASE | {"_native", "topology", "torch"},
     "comm": BASE | {"_native", "topology", "binding", "memory", "torch"},
-    "shard": BASE | {"_native", "topology", "memory", "torch"},
+    "costmodel": BASE | {"_native", "_syscalls", "topology", "binding", "memory", "torch"},
+    "shard": BASE | {"_native", "topology", "memory", "costmodel", "torch"},
     "generate": BASE | {"topology", "memory", "shard", "models", "torch"},
     "models": BASE | {"torch"},
+    "simulate": BASE | {"costmodel", "shard", "models", "torch"},
     "inprocess": BASE | {"_native", "topology", "binding", "memory", "shard", "torch"},
     "compare": BASE
     | {
