@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import numadist
 from numadist import models
+from numadist.compare import noise
 from numadist.config import config
 from numadist.topology.cpuset import format_list, parse_list
 
@@ -83,14 +84,21 @@ def measure_model(name: str, options, cpus: list[int]) -> list[dict]:
                 f"{name}, batch {batch}: both are compiled, {options.rounds} rounds follow", file=sys.stderr
             )
         ours, theirs = [], []
+        pids = [None] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        pids += [baseline.process.pid] if baseline is not None else []
+        before, own_s, begin = noise.usage(), noise.process_cpu_s(pids), time.monotonic()
         for _ in range(options.rounds):
             dist.barrier()
             ours.append(decode(generator, prompts, options))
             if baseline is not None:
                 theirs.append(baseline.decode())
+        own_s, wall_s = noise.process_cpu_s(pids) - own_s, time.monotonic() - begin
+        foreign = noise.between(before, noise.usage(), own_s, wall_s, os.cpu_count() or 1).foreign_cores
         if baseline is not None:
             baseline.close()
             rows.append(row(name, batch, ours, theirs, baseline.tokens, generator, prompts, options))
+            rows[-1]["foreign_cores"] = foreign
             print(line(rows[-1]), flush=True)
         else:
             generator.generate(prompts.tolist(), max_new_tokens=options.tokens, eos_token_id=())
@@ -177,6 +185,11 @@ def line(row: dict) -> str:
         f"{row['model']:<12}{row['batch']:>5}  {spread(row['ours_ms']):<22}{row['ours_tokens_per_s']:>7.1f}  "
         f"{spread(row['one_process_ms']):<22}{row['one_process_tokens_per_s']:>7.1f}  "
         f"{row['ratio']:.2f} [{row['ratio_min']:.2f}-{row['ratio_max']:.2f}]  {row['same_tokens']:.0%}"
+        + (
+            f"  noisy: {row['foreign_cores']:.1f} cores busy with other work"
+            if row["foreign_cores"] > 0.2
+            else ""
+        )
     )
 
 

@@ -44,6 +44,7 @@ class Server(ThreadingHTTPServer):
         self.tokenizer, self.options = tokenizer, options
         self.jobs: queue.Queue[Job] = queue.Queue()
         self.ids = itertools.count()
+        self.stopping = threading.Event()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -148,9 +149,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def run(engine: Engine, server: Server) -> None:
-    """The engine's loop, until interrupted."""
+    """The engine's loop, until interrupted or told to stop."""
     running: list[Job] = []
-    while True:
+    while not server.stopping.is_set():
         try:
             while True:
                 job = server.jobs.get(block=not running, timeout=IDLE_S)
