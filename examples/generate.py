@@ -41,7 +41,7 @@ def main() -> int:
         model, max_batch_size=len(prompts), max_length=longest, compile=options.compile
     )
     held = [None] * num_ranks
-    dist.all_gather_object(held, (generator.local_bytes, generator.kv_bytes))
+    dist.all_gather_object(held, (generator.local_bytes, generator.kv_bytes, generator.kv_page_nodes()))
 
     together, seconds = timed(generator, prompts, options)
     alone, seconds_alone = [], 0.0
@@ -56,9 +56,10 @@ def main() -> int:
             f"\n{options.model}, {options.dtype}, {'compiled' if options.compile else 'eager'}, {num_ranks} ranks"
         )
         print(
-            f"weights per rank  {', '.join(f'{w / 1e6:.1f} MB' for w, _ in held)} of {whole_bytes / 1e6:.1f} MB"
+            f"weights per rank  {', '.join(f'{w / 1e6:.1f} MB' for w, *_ in held)} of {whole_bytes / 1e6:.1f} MB"
         )
-        print(f"KV per rank       {', '.join(f'{kv / 1e6:.1f} MB' for _, kv in held)}")
+        print(f"KV per rank       {', '.join(f'{kv / 1e6:.1f} MB' for _, kv, _ in held)}")
+        print(f"KV pages by node  {', '.join(f'r{r} {nodes}' for r, (*_, nodes) in enumerate(held))}")
         print(
             f"tokens/s          {new / seconds:.1f} in a batch of {len(prompts)}, {new / seconds_alone:.1f} one by one"
         )

@@ -88,6 +88,10 @@ class Generator:
         """Bytes of keys and values this rank holds, for all rows and slots."""
         return self.runner.kv.num_bytes
 
+    def kv_page_nodes(self) -> dict[int, int]:
+        """{node: pages} of this rank's keys and values, asked of the kernel."""
+        return self.runner.kv.page_nodes()
+
     def engine(self, policy: Policy = Policy.PREFILL_FIRST, **options: Any) -> Engine:
         """For servers, on rank 0: a queue of requests. The other ranks call `follow` meanwhile; `end` lets them go."""
         return Engine(self.runner, policy, **options)

@@ -1,6 +1,7 @@
 """The KV tensors of one rank: its heads only, in pages of its node, one row a sequence."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from numadist.errors import GenerateError
 from numadist.memory.local import local_empty
+from numadist.memory.pages import page_nodes
 
 # Attention reads the slots in use, rounded up to this.
 SLOT_STEP = 64
@@ -35,6 +37,13 @@ class KvTensors:
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    def page_nodes(self) -> dict[int, int]:
+        """{node: pages} of all tensors, asked of the kernel."""
+        found: Counter[int] = Counter()
+        for t in self.tensors:
+            found.update(page_nodes(t))
+        return dict(sorted(found.items()))
 
     def slots_for(self, num_tokens: int) -> int:
         """Slots a graph must see for rows of up to `num_tokens` tokens and one spare. Raises: GenerateError."""
