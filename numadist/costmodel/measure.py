@@ -1,5 +1,6 @@
 """Measure a MachineProfile: every number is the best of interleaved rounds, because noise only ever adds time."""
 
+import hashlib
 import os
 import platform
 import tempfile
@@ -14,9 +15,7 @@ from numadist import binding
 from numadist.costmodel.profile import MachineProfile, Table
 from numadist.errors import NumadistError
 from numadist.memory.tensors import empty
-from numadist.topology.machine import Machine
 from numadist.topology.sysfs import read_machine
-from numadist.topology.tree import build_tree, tree_key
 
 ROUNDS = 5
 STREAM_BYTES = 256 << 20  # a node's buffer; far above any cache a node has to itself
@@ -217,18 +216,26 @@ def _l2_bytes() -> int:
         return 1 << 20
 
 
-def cache_file(machine: Machine | None = None) -> Path:
-    """Where this machine's profile is kept: a name for its topology, CPU model, kernel and torch version."""
-    import hashlib
+def cache_file() -> Path:
+    """Where this machine's profile is kept: a name for its topology, CPU model, kernel and torch version.
 
-    machine = machine or read_machine()
-    model = next(
-        (x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")),
-        platform.machine(),
-    )
-    words = [tree_key(build_tree(machine, "/")), model, platform.release(), torch.__version__]
-    key = hashlib.blake2b("|".join(map(str, words)).encode(), digest_size=8).hexdigest()
+    A pinned rank finds the file that the whole machine wrote, so what this process may use is not in the name.
+    """
+    machine = read_machine()
+    topology = [(n.id, n.online_cpus, sorted(n.distances.items())) for n in machine.nodes]
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line for line in info if line.startswith("model name")), platform.machine())
+    words = repr((machine.online_cpus, topology, model, platform.release(), torch.__version__))
+    key = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
     return Path.home() / ".cache" / "numadist" / f"profile-{key}.json"
+
+
+def kept_profile() -> MachineProfile:
+    """The profile `numadist profile` kept for this machine. Raises: NumadistError if there is none."""
+    path = cache_file()
+    if not path.exists():
+        raise NumadistError(f"no profile of this machine ({path}): run `numadist profile` once, or pass profile=")
+    return MachineProfile.load(path)
 
 
 def save_atomically(profile: MachineProfile, path: Path) -> None:

@@ -43,13 +43,13 @@ NUMADIST = Software("numadist")
 NUMA_TORCH = Software(
     "numa-torch",
     flops_per_cycle=32.0,
-    bytes_per_flop=0.332,
-    l2_exponent=2.0,
-    score_bytes=810.0,
+    bytes_per_flop=0.385,
+    l2_exponent=2.09,
+    score_bytes=794.0,
     activations_in_cache=False,
-    balancing=0.13,
-    one_node_slowdown=1.37,
-    sum_passes={2: 1.0, 4: 157.0},
+    balancing=0.102,
+    one_node_slowdown=1.356,
+    sum_passes={2: 1.0, 4: 178.0},
     splits_vocabulary=False,
 )
 SOFTWARE = {s.name: s for s in (NUMADIST, NUMA_TORCH)}
