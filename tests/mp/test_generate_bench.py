@@ -14,8 +14,6 @@ BENCH = [sys.executable, "-m", "numadist.cli", "bench", "serve"]
 SMALL = [
     "--model",
     "gpt2-tiny",
-    "--layers",
-    "0",
     "--num-requests",
     "6",
     "--rate",
