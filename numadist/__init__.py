@@ -24,6 +24,7 @@ _PUBLIC = {
     "PeerLost": "numadist.errors",
     "NativeError": "numadist.errors",
     "clone": "numadist.memory.tensors",
+    "patch_clone": "numadist.memory.tensors",
     "empty_shared": "numadist.comm.shared",
     "page_nodes": "numadist.memory.pages",
     "empty_parameters": "numadist.shard.fake",

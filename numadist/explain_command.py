@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 
 from numadist import models
+from numadist.costmodel.measure import kept_profile
+from numadist.costmodel.presets import PRESETS
 from numadist.shard.explain import explain
 
 
@@ -16,6 +18,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument(
+        "--auto",
+        nargs="?",
+        const="",
+        choices=list(PRESETS),
+        metavar="MACHINE",
+        help="show what ranks='auto', blocks='auto' chooses: on this machine (`numadist profile`), or one of "
+        + ", ".join(PRESETS),
+    )
     options = parser.parse_args(argv)
-    print(explain(*models.workload(options.model, options.batch, options.seq), options.ranks))
+    profile = None
+    if options.auto is not None:
+        profile = PRESETS[options.auto] if options.auto else kept_profile()
+    model, inputs = models.workload(options.model, options.batch, options.seq)
+    print(explain(model, inputs, options.ranks, profile=profile))
     return 0

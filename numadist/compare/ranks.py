@@ -74,9 +74,10 @@ class Rank:
         return counted.total_ns / 1e9, counted.wait_ns / 1e9
 
     def shard(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.nn.Module:
-        return (
-            shard(model, inputs, compile=True) if self.variant.reduce else shard_without_sums(model, inputs)
-        )
+        if not self.variant.reduce:
+            return shard_without_sums(model, inputs)
+        choice = "auto" if self.variant.auto else None
+        return shard(model, inputs, compile=True, ranks=choice, blocks=choice)
 
 
 def shard_without_sums(model: torch.nn.Module, inputs: dict[str, Any]) -> ShardedModel:

@@ -18,6 +18,7 @@ class Variant:
     backend: str = "numa"
     reduce: bool = True  # False: wrong results on purpose, a bound for what communication can cost
     package: str = ""  # that must be installed for it
+    auto: bool = False  # ranks and blocks as the cost model says; needs `numadist profile`
     note: str = ""
 
 
@@ -39,6 +40,7 @@ VARIANTS = {
         ),
         Variant("inprocess", "inprocess", "freezing", "default", note="one process, a thread group per node"),
         Variant("ranks", "ranks", "freezing", note="numarun, shared memory"),
+        Variant("ranks-auto", "ranks", "freezing", auto=True, note="ranks and blocks by the cost model"),
         Variant("ranks-gloo", "ranks", "freezing", backend="gloo", note="numarun, torch's Gloo"),
         Variant(
             "openvino", "single", "openvino", "default", package="openvino", note="OpenVINO, one process"
@@ -51,11 +53,11 @@ REFERENCE = "eager"  # its answers are the ones the others are checked against
 
 
 def chosen(names: list[str] | None) -> list[Variant]:
-    """The named variants with baseline and reference, in the table's order; unnamed, all that are installed.
+    """The named variants with baseline and reference, in the table's order; unnamed, all that need nothing more.
 
     Raises: ConfigError for one that is unknown or not installed.
     """
-    wanted = {BASELINE, REFERENCE, *(names or filter(_is_installed, VARIANTS))}
+    wanted = {BASELINE, REFERENCE, *(names or filter(_is_default, VARIANTS))}
     unknown = wanted - set(VARIANTS)
     if unknown:
         raise ConfigError(f"unknown variant {', '.join(sorted(unknown))}; known: {', '.join(VARIANTS)}")
@@ -63,6 +65,10 @@ def chosen(names: list[str] | None) -> list[Variant]:
         if not _is_installed(name):
             raise ConfigError(f"variant {name} needs a package: pip install {VARIANTS[name].package}")
     return [v for name, v in VARIANTS.items() if name in wanted]
+
+
+def _is_default(name: str) -> bool:
+    return _is_installed(name) and not VARIANTS[name].auto
 
 
 def _is_installed(name: str) -> bool:

@@ -138,7 +138,7 @@ def _linear_job(rows: int, dtype: torch.dtype) -> Job:
     x, weight, bias = torch.randn(rows, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
     if not torch.backends.mkldnn.is_available():
         return lambda: torch.nn.functional.linear(x, weight, bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn(), rows)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
@@ -234,7 +234,9 @@ def kept_profile() -> MachineProfile:
     """The profile `numadist profile` kept for this machine. Raises: NumadistError if there is none."""
     path = cache_file()
     if not path.exists():
-        raise NumadistError(f"no profile of this machine ({path}): run `numadist profile` once, or pass profile=")
+        raise NumadistError(
+            f"no profile of this machine ({path}): run `numadist profile` once, or pass profile="
+        )
     return MachineProfile.load(path)
 
 

@@ -1,9 +1,11 @@
 """Tensors whose pages lie on a chosen node."""
 
+import functools
 import math
 import os
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,3 +65,20 @@ def clone(t: Tensor, *, numa_node: int) -> Tensor:
     copy = empty(t.shape, t.dtype, numa_node=numa_node)
     copy.copy_(t.detach())
     return copy
+
+
+def patch_clone() -> None:
+    """Make `t.clone(numa_node=i)` do what `clone(t, numa_node=i)` does; without numa_node, clone is as before.
+
+    For the whole process; a second call changes nothing.
+    """
+    plain = Tensor.clone
+    if hasattr(plain, "_numadist_plain"):
+        return
+
+    @functools.wraps(plain)
+    def clone_on_node(self: Tensor, *args: Any, numa_node: int | None = None, **kwargs: Any) -> Tensor:
+        return plain(self, *args, **kwargs) if numa_node is None else clone(self, numa_node=numa_node)
+
+    clone_on_node._numadist_plain = plain  # type: ignore[attr-defined]
+    Tensor.clone = clone_on_node  # type: ignore[method-assign,assignment]

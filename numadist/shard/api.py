@@ -10,15 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
+from numadist.costmodel.profile import MachineProfile
 from numadist.errors import ShardError
 from numadist.log import get_logger
 from numadist.memory.local import local_empty
 from numadist.shard.apply import apply, check_fits
+from numadist.shard.auto import choose_schema, shared_profile
 from numadist.shard.blocks import build_schema
 from numadist.shard.capture import as_args, capture
 from numadist.shard.checkpoint import Checkpoint
 from numadist.shard.compiled import compile_frozen
 from numadist.shard.gguf import GgufCheckpoint
+from numadist.shard.leaders import Member, check_count, lead, members, possible_counts, share_outputs
 from numadist.shard.load import localize_parameters
 from numadist.shard.reduce import Emitter, emit_functional, emit_numadist
 from numadist.shard.schema import Schema
@@ -65,6 +68,9 @@ def shard(
     weights: str | Path | None = None,
     compile: bool = False,
     train: bool = False,
+    ranks: int | str | None = None,
+    blocks: str | None = None,
+    profile: MachineProfile | None = None,
 ) -> ShardedModel:
     """Split an unmodified model over the ranks of `group`; a collective call: every rank makes it alike.
 
@@ -75,9 +81,45 @@ def shard(
     compile: torch.compile this rank's graph for inference, weights packed once ("freezing"; compiled.py).
     train: give the collectives their backward and the parameters gradients. Dropout in training mode is not sharded.
     schema: decisions to use instead of planning, e.g. an edited `Schema.load(path)`.
+    ranks: how many of the group's ranks to use, default all; "auto": as the cost model says. Ranks that are left out
+        give their CPUs to one that is not and only receive the result.
+    blocks: "auto" shards only blocks that pay by the cost model. Costs and rejected plans are in `schema.costs`.
+    profile: of this machine, default what `numadist profile` has kept.
     Keeps no reference to the full weights; drop yours to free them.
     Raises: ShardError if the model cannot be captured, no group exists, or the schema does not fit.
     """
+    _check_call(ranks, blocks, compile, train)
+    pg = group if group is not None else dist.group.WORLD
+    rank, num_ranks = dist.get_rank(pg), dist.get_world_size(pg)
+    args, kwargs = as_args(example_inputs)
+    begin = time.monotonic()
+    gm = capture(model, args, kwargs, dynamic_shapes)
+    everybody = members(pg) if ranks is not None or blocks is not None else []
+    if schema is None:
+        schema = _planned(gm, everybody, pg, ranks, blocks, profile)
+        if rank == 0:
+            warn_left_alone(schema)
+    check_fits(gm, schema, schema.num_ranks if ranks == "auto" else ranks or num_ranks)
+    check_alike(schema, pg)
+    planned = time.monotonic()
+    log.info("planned %s for %d ranks in %.1f s", type(model).__name__, schema.num_ranks, planned - begin)
+    if everybody:
+        rank = _apply_to_leaders(gm, schema, everybody, pg)
+    else:
+        emit = emit_trainable(pg.group_name, rank, num_ranks) if train else emitter_of(pg)
+        apply(gm, schema, rank, emit)
+    localize_parameters(gm, schema, rank, local_empty, open_checkpoint(weights, model), train)
+    constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
+    sharded = ShardedModel(gm, schema, rank, constants)
+    if compile:
+        sharded.compile_local(one_shape=dynamic_shapes is None)
+    mb, seconds = sharded.local_bytes / 1e6, time.monotonic() - planned
+    log.info("loaded %.1f MB of weights in %.1f s, %d blocks sharded", mb, seconds, len(schema.blocks))
+    return sharded
+
+
+def _check_call(ranks: int | str | None, blocks: str | None, compile: bool, train: bool) -> None:
+    """Raises: ShardError without a process group, or for arguments that exclude each other."""
     if not dist.is_initialized():
         raise ShardError(
             "numadist.shard needs a process group: call torch.distributed.init_process_group('numa') first, "
@@ -87,38 +129,49 @@ def shard(
         raise ShardError(
             "compile=True packs weights for inference; with train=True call torch.compile on the result"
         )
-    pg = group if group is not None else dist.group.WORLD
-    rank, num_ranks = dist.get_rank(pg), dist.get_world_size(pg)
-    args, kwargs = as_args(example_inputs)
-    begin = time.monotonic()
-    gm = capture(model, args, kwargs, dynamic_shapes)
-    if schema is None:
-        schema = build_schema(gm, num_ranks)
-        if rank == 0:
-            warn_left_alone(schema)
-    check_fits(gm, schema, num_ranks)
-    check_alike(schema, pg)
-    planned = time.monotonic()
-    log.info("planned %s for %d ranks in %.1f s", type(model).__name__, num_ranks, planned - begin)
-    emit = emit_trainable(pg.group_name, rank, num_ranks) if train else emitter_of(pg)
-    apply(gm, schema, rank, emit)
-    checkpoint = open_checkpoint(weights, model) if weights is not None else None
-    localize_parameters(gm, schema, rank, local_empty, checkpoint, train)
-    constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
-    sharded = ShardedModel(gm, schema, rank, constants)
-    if compile:
-        sharded.compile_local(one_shape=dynamic_shapes is None)
-    log.info(
-        "loaded %.1f MB of weights in %.1f s, %d blocks sharded",
-        sharded.local_bytes / 1e6,
-        time.monotonic() - planned,
-        len(schema.blocks),
-    )
-    return sharded
+    if train and (ranks is not None or blocks is not None):
+        raise ShardError("ranks= and blocks= choose for inference; leave them out with train=True")
+    for name, value in (("ranks", ranks), ("blocks", blocks)):
+        if isinstance(value, str) and value != "auto":
+            raise ShardError(f'{name}={value!r}: expected "auto"{" or a number" if name == "ranks" else ""}')
 
 
-def open_checkpoint(path: str | Path, model: torch.nn.Module) -> Checkpoint:
-    """The checkpoint at path, of the format its name says."""
+def _planned(
+    gm: GraphModule,
+    everybody: list[Member],
+    group: dist.ProcessGroup,
+    ranks: int | str | None,
+    blocks: str | None,
+    profile: MachineProfile | None,
+) -> Schema:
+    """The schema, by what is asked and predicted."""
+    if isinstance(ranks, int):
+        check_count(ranks, everybody, gm)
+    if ranks != "auto" and blocks != "auto":
+        return build_schema(gm, ranks if isinstance(ranks, int) else dist.get_world_size(group))
+    counts = possible_counts(everybody, gm)
+    if ranks != "auto":
+        counts = [ranks if isinstance(ranks, int) else len(everybody)]
+    return choose_schema(gm, counts, shared_profile(profile, everybody, group), blocks == "auto")
+
+
+def _apply_to_leaders(
+    gm: GraphModule, schema: Schema, everybody: list[Member], group: dist.ProcessGroup
+) -> int:
+    """Rewrite the graph where perhaps only some ranks compute; returns this rank's place among those, else 0."""
+    check_count(schema.num_ranks, everybody, gm)
+    part = lead(everybody, schema.num_ranks, group)
+    if part.index is not None and part.group is not None:
+        apply(gm, schema, part.index, emitter_of(part.group))
+    if schema.num_ranks < len(everybody):
+        share_outputs(gm, group.group_name, leads=part.index is not None)
+    return part.index or 0
+
+
+def open_checkpoint(path: str | Path | None, model: torch.nn.Module) -> Checkpoint | None:
+    """The checkpoint at path, of the format its name says; None without a path."""
+    if path is None:
+        return None
     return GgufCheckpoint(path, model) if Path(path).suffix == ".gguf" else Checkpoint(path)
 
 

@@ -5,31 +5,43 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from numadist.costmodel.profile import MachineProfile
 from numadist.shard import graph
+from numadist.shard.auto import choose_schema
 from numadist.shard.blocks import build_schema
 from numadist.shard.capture import as_args, capture
 from numadist.shard.placement import Shard, cut_size
-from numadist.shard.reduce import reduce_points
+from numadist.shard.reduce import point_of, reduce_points
 from numadist.shard.schema import Block, Schema
 
 
 def explain(
-    model: torch.nn.Module, example_inputs: Any, num_ranks: int = 2, *, dynamic_shapes: Any = None
+    model: torch.nn.Module,
+    example_inputs: Any,
+    num_ranks: int = 2,
+    *,
+    dynamic_shapes: Any = None,
+    profile: MachineProfile | None = None,
 ) -> str:
     """How `model` would be sharded over `num_ranks` ranks: blocks, code with placements, bytes, all-reduces.
+
+    profile: show what ranks="auto", blocks="auto" would choose on that machine, and the costs.
 
     Plans only: no weight is copied and no process group is needed. Raises: ShardError as numadist.shard does.
     """
     args, kwargs = as_args(example_inputs)
     gm = capture(model, args, kwargs, dynamic_shapes)
-    return explain_graph(gm, build_schema(gm, num_ranks))
+    if profile is None:
+        return explain_graph(gm, build_schema(gm, num_ranks))
+    counts = [n for n in range(num_ranks, 0, -1) if num_ranks % n == 0]
+    return explain_graph(gm, choose_schema(gm, counts, profile, choose_blocks=True))
 
 
 def explain_graph(gm: GraphModule, schema: Schema) -> str:
     """The same for a graph already captured, before it is rewritten for a rank."""
     nodes = {n.name: n for n in gm.graph.nodes}
     points = reduce_points(gm, {nodes[name] for name in schema.partial_values()})
-    lines = [*_summary(gm, schema, points), ""]
+    lines = [*_summary(gm, schema, points), *_cost_lines(schema), ""]
     described: dict[tuple, str] = {}
     for block in schema.blocks:
         shape = _signature(block, nodes)
@@ -70,6 +82,27 @@ def _summary(gm: GraphModule, schema: Schema, points: list[Node]) -> list[str]:
         f"weights per rank: {shares}",
         f"all-reduces per forward: {len(points)}" + (f" of {', '.join(sizes)}" if points else ""),
     ]
+
+
+def _cost_lines(schema: Schema) -> list[str]:
+    """Of an automatic choice: every plan considered, and what each block costs."""
+    if schema.costs is None:
+        return []
+    lines = [f"predicted for {schema.costs.profile}:"]
+    for plan in schema.costs.candidates:
+        chosen = "  <- chosen" if plan.num_ranks == schema.num_ranks else ""
+        what = (
+            f"{plan.num_ranks} ranks, {plan.num_blocks} blocks sharded"
+            if plan.num_ranks > 1
+            else "one process"
+        )
+        lines.append(f"  {what}: {plan.predicted_ms:.2f} ms{chosen}")
+    for block in schema.costs.blocks:
+        lines.append(
+            f"  {block.module} ({block.kind}): {block.sharded_ms:.3f} ms sharded, {block.whole_ms:.3f} ms whole"
+            f"{'' if block.sharded else '  <- whole'}"
+        )
+    return lines
 
 
 def _bytes_text(node: Node) -> str:
@@ -129,12 +162,3 @@ def _code(node: Node) -> str:
     args = ", ".join(str(a) for a in node.args)
     op = getattr(node.target, "__name__", None) or str(node.target)
     return f"{node.name} = {op}({args})"
-
-
-def point_of(sink: Node, points: list[Node]) -> Node | None:
-    """The node whose all-reduce serves the sink: its value moves on through linear ops with one user each."""
-    node: Node | None = sink
-    while node is not None and node not in points:
-        users = [u for u in node.users if not graph.is_shape_query(u)]
-        node = users[0] if users else None
-    return node

@@ -65,6 +65,15 @@ def _num_users(node: Node) -> int:
     return sum(not graph.is_shape_query(u) for u in node.users)
 
 
+def point_of(sink: Node, points: list[Node]) -> Node | None:
+    """The node whose all-reduce serves the sink: its value moves on through linear ops with one user each."""
+    node: Node | None = sink
+    while node is not None and node not in points:
+        users = [u for u in node.users if not graph.is_shape_query(u)]
+        node = users[0] if users else None
+    return node
+
+
 Emit = Callable[[torch.fx.Graph, Node], Node]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from numadist.errors import ShardError
 from numadist.shard.placement import Shard
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass
@@ -45,11 +45,41 @@ class LeftAlone:
 
 
 @dataclass
+class BlockCost:
+    """Predicted milliseconds of one block, split over the ranks with its sum, and whole on every rank."""
+
+    module: str
+    kind: str
+    sharded_ms: float
+    whole_ms: float
+    sharded: bool  # what was chosen
+
+
+@dataclass
+class Candidate:
+    """A number of ranks that was considered; 1 is one rank with the cores of all."""
+
+    num_ranks: int
+    predicted_ms: float
+    num_blocks: int  # sharded
+
+
+@dataclass
+class Costs:
+    """What the cost model predicted when it chose: for people, not used again."""
+
+    profile: str  # name of the machine profile
+    candidates: list[Candidate]
+    blocks: list[BlockCost]  # of the chosen number of ranks
+
+
+@dataclass
 class Schema:
     num_ranks: int
     fingerprint: str  # of the exported graph: a schema fits one model and one set of parameter shapes
     blocks: list[Block] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
+    costs: Costs | None = None  # of an automatic choice
 
     def param_shards(self) -> dict[str, Shard]:
         """Placement of every sharded parameter; all others are replicated."""
@@ -81,6 +111,7 @@ class Schema:
         try:
             data["blocks"] = [_block_from_json(b) for b in data["blocks"]]
             data["left_alone"] = [LeftAlone(**entry) for entry in data["left_alone"]]
+            data["costs"] = _costs_from_json(data.get("costs"))
             return cls(**data)
         except (TypeError, KeyError, ValueError) as e:
             raise ShardError(f"damaged numadist schema: {type(e).__name__}: {e}") from None
@@ -113,4 +144,14 @@ def _block_from_json(data: Mapping[str, Any]) -> Block:
             "values": {n: Shard.from_json(s) for n, s in data["values"].items()},
             "slices": {n: (Shard.from_json(s), list(users)) for n, (s, users) in data["slices"].items()},
         }
+    )
+
+
+def _costs_from_json(data: Mapping[str, Any] | None) -> Costs | None:
+    if data is None:
+        return None
+    return Costs(
+        data["profile"],
+        [Candidate(**entry) for entry in data["candidates"]],
+        [BlockCost(**entry) for entry in data["blocks"]],
     )

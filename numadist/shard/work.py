@@ -11,10 +11,9 @@ from torch.fx import GraphModule, Node
 
 from numadist.costmodel.work import OpWork, Reduction, Work
 from numadist.shard import graph
-from numadist.shard.explain import point_of
 from numadist.shard.graph import Contraction, Dependencies, aten
 from numadist.shard.placement import Shard
-from numadist.shard.reduce import reduce_points
+from numadist.shard.reduce import point_of, reduce_points
 from numadist.shard.schema import Block, Schema
 
 _FREE = {

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "memory": BASE | {"_native", "topology", "torch"},
     "comm": BASE | {"_native", "topology", "binding", "memory", "torch"},
     "costmodel": BASE | {"_native", "_syscalls", "topology", "binding", "memory", "torch"},
-    "shard": BASE | {"_native", "topology", "memory", "costmodel", "torch"},
+    "shard": BASE | {"_native", "topology", "binding", "memory", "costmodel", "torch"},
     "generate": BASE | {"topology", "memory", "shard", "models", "torch"},
     "models": BASE | {"torch"},
     "simulate": BASE | {"costmodel", "shard", "models", "torch"},
@@ -53,7 +53,7 @@ MAY_IMPORT = {
         "models",
         "torch",
     },
-    "explain_command": BASE | {"shard", "models", "torch"},
+    "explain_command": BASE | {"costmodel", "shard", "models", "torch"},
     "info": BASE | {"_native", "topology", "binding", "torch"},
     "cli": BASE | {"_native", "topology", "binding", "info", "shard", "torch"},
 }

@@ -9,7 +9,7 @@ import torch
 from numadist import _native
 from numadist.errors import BindError, NativeError, PlacementError
 from numadist.memory.pages import num_pages, page_nodes
-from numadist.memory.tensors import clone, empty
+from numadist.memory.tensors import clone, empty, patch_clone
 
 PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -98,3 +98,19 @@ def test_pages_of_a_view_are_those_it_lies_on():
 def test_meta_tensor_has_no_pages():
     with pytest.raises(PlacementError, match="meta"):
         page_nodes(torch.empty(3, device="meta"))
+
+
+def test_patched_clone_takes_a_node_and_is_otherwise_the_plain_one(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "clone", torch.Tensor.clone)  # put back afterwards
+    patch_clone()
+    patched = torch.Tensor.clone
+    patch_clone()
+    assert torch.Tensor.clone is patched, "a second call changes nothing"
+    x = torch.randn(300, 7, requires_grad=True)
+    there = x.clone(numa_node=0)
+    assert torch.equal(there, x)
+    assert _native.bound_nodes(there.data_ptr()) == {0}
+    plain = x.t().clone(memory_format=torch.contiguous_format)
+    assert plain.is_contiguous()
+    assert plain.requires_grad, "without a node, gradients pass as before"
+    assert torch.equal(torch.compile(lambda t: t.clone() + 1, backend="eager")(x), x + 1)

@@ -289,7 +289,7 @@ def test_schema_round_trips_and_a_removed_block_runs_replicated():
     [
         ("no json", "not a numadist schema"),
         ('{"numadist_schema": 99}', "schema version 99"),
-        ('{"numadist_schema": 1, "blocks": []}', "damaged"),
+        ('{"numadist_schema": 2, "blocks": []}', "damaged"),
     ],
 )
 def test_a_bad_schema_is_a_clear_error(text, message):

@@ -1,0 +1,145 @@
+"""ranks="auto", blocks="auto" on one machine and another: the choice follows the profile."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from numadist.costmodel.presets import CASCADE_LAKE, PRESETS
+from numadist.costmodel.price import POLICIES, process_s, process_team, rank_team, sharded_s
+from numadist.costmodel.profile import MachineProfile, interpolate
+from numadist.costmodel.software import NUMADIST, SOFTWARE
+from numadist.errors import ConfigError
+from numadist.shard.auto import choose_schema
+from numadist.shard.blocks import build_schema
+from numadist.shard.capture import capture
+from numadist.shard.explain import explain
+from numadist.shard.schema import Schema
+from numadist.shard.work import work_of
+
+WIDE, NARROW = 2048, 64
+ROWS = 512
+
+
+class Stack(nn.Module):
+    """A large block and a small one."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide_up, self.wide_down = nn.Linear(512, WIDE), nn.Linear(WIDE, 512)
+        self.narrow_up, self.narrow_down = nn.Linear(512, NARROW), nn.Linear(NARROW, 512)
+
+    def forward(self, x):
+        x = x + self.wide_down(nn.functional.gelu(self.wide_up(x)))
+        return x + self.narrow_down(nn.functional.gelu(self.narrow_up(x)))
+
+
+@pytest.fixture(scope="module")
+def gm():
+    torch.manual_seed(0)
+    return capture(Stack().eval(), (torch.randn(ROWS, 512),), {})
+
+
+def with_sums(factor: float) -> MachineProfile:
+    """Cascade Lake with all-reduces so many times as slow."""
+    sums = {n: {size: factor * us for size, us in t.items()} for n, t in CASCADE_LAKE.all_reduce_us.items()}
+    return replace(CASCADE_LAKE, all_reduce_us=sums)
+
+
+def sharded_modules(schema):
+    return {name.partition("_")[0] for block in schema.blocks for name in block.params}
+
+
+def test_free_sums_shard_every_block(gm):
+    schema = choose_schema(gm, [2, 1], with_sums(1e-6), choose_blocks=True)
+    assert (schema.num_ranks, sharded_modules(schema)) == (2, {"wide", "narrow"})
+
+
+def test_a_block_too_small_for_its_sum_stays_whole(gm):
+    costs = choose_schema(gm, [2], with_sums(1e-6), True).costs.blocks
+    # So slow that the sum costs half of what the large block saves, and more than the small one does.
+    saved_ms = max(c.whole_ms - c.sharded_ms for c in costs)
+    own_ms = 1e3 * CASCADE_LAKE.all_reduce_s(2, ROWS * 512 * 4)
+    schema = choose_schema(gm, [2], with_sums(0.5 * saved_ms / own_ms), choose_blocks=True)
+    assert sharded_modules(schema) == {"wide"}
+    assert [c.sharded for c in schema.costs.blocks] == [True, False]
+    assert "sharding does not pay" in schema.left_alone[-1].reason
+
+
+def test_very_slow_sums_leave_one_process(gm):
+    schema = choose_schema(gm, [2, 1], with_sums(1e6), choose_blocks=True)
+    assert (schema.num_ranks, schema.blocks) == (1, [])
+    assert {c.num_ranks: c.num_blocks for c in schema.costs.candidates} == {2: 0, 1: 0}
+
+
+def test_without_blocks_auto_every_block_is_sharded_whatever_it_costs(gm):
+    schema = choose_schema(gm, [2], with_sums(1e6), choose_blocks=False)
+    assert sharded_modules(schema) == {"wide", "narrow"}
+
+
+def test_costs_survive_json_and_are_explained(gm):
+    schema = choose_schema(gm, [2, 1], with_sums(1e6), choose_blocks=True)
+    again = Schema.from_json(schema.to_json())
+    assert again == schema
+    assert again.costs.profile == "cascade-lake"
+    text = explain(Stack().eval(), torch.randn(ROWS, 512), 2, profile=with_sums(1e6))
+    assert "predicted for cascade-lake:" in text
+    assert "one process: " in text
+    assert "<- chosen" in text
+
+
+def test_work_counts_what_the_layers_do(gm):
+    work = work_of(gm, build_schema(gm, 2))
+    linears = {op.node: op for op in work.ops if op.kind == "linear"}
+    assert sum(op.flops for op in linears.values()) == 2 * 2 * ROWS * 512 * (WIDE + NARROW)
+    assert sum(op.weight_bytes for op in linears.values()) == 4 * 2 * 512 * (WIDE + NARROW)
+    assert {op.share for op in linears.values()} == {0.5}
+    assert [r.num_bytes for r in work.reductions] == [ROWS * 512 * 4] * 2
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_name_a_source_for_every_number_and_survive_json(name):
+    preset = PRESETS[name]
+    assert MachineProfile.from_json(preset.to_json()) == preset
+    numbers = set(preset.__dataclass_fields__) - {"name", "sources"}
+    assert set(preset.sources) == numbers
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"numadist_profile": 99}', '{"numadist_profile": 1}'])
+def test_what_is_no_profile_is_refused(text):
+    with pytest.raises(ConfigError, match="profile"):
+        MachineProfile.from_json(text)
+
+
+def test_values_between_two_sizes_follow_a_line_in_logarithms():
+    table = {10: 1.0, 1000: 100.0}
+    assert interpolate(table, 100) == pytest.approx(10)
+    assert (interpolate(table, 1), interpolate(table, 10**6)) == (1.0, 100.0)
+
+
+@pytest.mark.parametrize("software", SOFTWARE.values(), ids=SOFTWARE)
+def test_remote_memory_makes_one_process_slower_and_ranks_not(gm, software):
+    near = replace(CASCADE_LAKE, bandwidth_gbs=((98.0, 98.0), (98.0, 98.0)))
+    far = replace(CASCADE_LAKE, bandwidth_gbs=((98.0, 9.0), (9.0, 98.0)))
+    one, two = work_of(gm, build_schema(gm, 1)), work_of(gm, build_schema(gm, 2))
+    assert process_s(one, far, software) > process_s(one, near, software)
+    assert sharded_s(two, far, software) == sharded_s(two, near, software)
+
+
+def test_an_unknown_policy_is_named(gm):
+    with pytest.raises(ConfigError, match="'numactl'; known: default"):
+        process_team(CASCADE_LAKE, "numactl")
+    assert [process_team(CASCADE_LAKE, p).cores for p in POLICIES] == [30, 30, 30, 15]
+
+
+def test_ranks_share_a_nodes_bandwidth():
+    assert rank_team(CASCADE_LAKE, 2).stream_gbs == CASCADE_LAKE.local_gbs
+    assert rank_team(CASCADE_LAKE, 4).stream_gbs == CASCADE_LAKE.local_gbs / 2
+    assert rank_team(CASCADE_LAKE, 4).cores == 7
+
+
+def test_one_rank_has_no_sums(gm):
+    work = work_of(gm, build_schema(gm, 1))
+    assert work.reductions == ()
+    assert sharded_s(work, CASCADE_LAKE, NUMADIST) > 0
