@@ -13,7 +13,7 @@ from numadist.shard.graph import aten
 from numadist.shard.order import order_canonically
 from numadist.shard.simplify import simplify
 
-_CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default}
+_CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout}
 
 
 def capture(
@@ -57,6 +57,8 @@ def _tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
 def _drop_noise(gm: GraphModule) -> None:
     """Remove metadata assertions and casts that change nothing: they only hide what is linear."""
     for node in list(gm.graph.nodes):
+        if node.target is aten.type_as.default:  # needs nothing of its second tensor but the dtype
+            node.target, node.args = aten.to.dtype, (node.args[0], graph.value(node).dtype)
         if node.target is aten._assert_tensor_metadata.default:
             gm.graph.erase_node(node)
         elif node.target in _CASTS and _changes_nothing(node):

@@ -1,5 +1,7 @@
 """Every architecture x rank count x dtype x fixed or dynamic shapes: sharded equals unsharded."""
 
+from collections import Counter
+
 import pytest
 import torch
 from lockstep import local_fraction, run_all, shard_all
@@ -76,7 +78,8 @@ def test_bf16_is_no_further_from_fp32_than_the_unsharded_model(name):
             torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, inputs
         ),
     )
-    _, graphs, board = shard_all(model, inputs, 2)
+    schema, graphs, board = shard_all(model, inputs, 2)
+    assert Counter(block.kind for block in schema.blocks) == entry.kinds, "as many blocks as in fp32"
     ours, unsharded = compare(name, model, truth, inputs, graphs, board)
     assert ours <= MAX_BF16_RATIO * unsharded, f"{name}: bf16 error {ours:.2e}, unsharded {unsharded:.2e}"
 
