@@ -20,7 +20,10 @@ COMMANDS = {
         "numadist.compare.command:main",
         "does it pay? one process, numactl policies and ranks, in turn",
     ),
-    "bench": ("numadist.generate.command:main", "serve --synthetic: latencies and goodput of three schedules"),
+    "bench": (
+        "numadist.generate.command:main",
+        "serve --synthetic: latencies and goodput of three schedules",
+    ),
     "profile": ("numadist.costmodel.command:main", "measure this machine for the cost model"),
     "simulate": ("numadist.simulate.command:main", "predicted speed-ups on machines nobody here has"),
     "explain": ("numadist.explain_command:main", "how a model would be sharded: blocks, placements, bytes"),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.mp
 
 
 # One of each kind: the others differ from these by a policy or a backend, and every start costs seconds.
-KINDS = ["eager", "compile", "compile+single-node", "inprocess", "ranks", "openvino", "ranks-noreduce"]
+KINDS = ["eager", "compile", "inprocess", "ranks", "openvino", "ranks-noreduce"]
 
 
 def compare(folder: Path, model: str, *options: str, status: int = 0) -> subprocess.CompletedProcess[str]:
