@@ -51,7 +51,7 @@ def lines(results: list[Result]) -> list[str]:
     for r in results:
         number = ".0f" if r.figure.kind == "slower" else ".2f"
         sign = {True: "right", False: "wrong", None: "-"}[r.sign_is_right]
-        use = "fitted" if r.figure.fitted else "held out"
+        use = "fitted" if r.figure.fitted else "held out" if r.figure.held_out else "in view"
         of = f" of {r.figure.of}" if r.figure.of else ""
         out.append(
             f"| {r.figure.name} | {r.figure.published:{number}}{of} | {r.predicted:{number}}{of} | {r.error:+.0%} "
