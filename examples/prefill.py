@@ -19,7 +19,7 @@ import torch.distributed as dist
 import numadist
 from numadist import models
 from numadist.comm.process_group import stats
-from numadist.compare.worker import Worker
+from numadist.compare.worker import Job, Worker
 from numadist.config import config
 from numadist.topology.cpuset import parse_list
 
@@ -49,7 +49,8 @@ def main() -> int:
     rank = dist.get_rank()
     cpus = gather(parse_list(config().cpus))
     variant = "compile" if options.compile else "eager"
-    baseline = Worker(variant, options.model, "float32", sorted(sum(cpus, ()))) if rank == 0 else None
+    job = Job(options.model, "float32")
+    baseline = Worker(variant, job, sorted(sum(cpus, ()))) if rank == 0 else None
 
     sharded, whole_bytes, prompts = load(options)
     if baseline is not None:
@@ -99,7 +100,8 @@ def load(options) -> tuple[torch.nn.Module, int, list[tuple[str, torch.Tensor]]]
 def answer(prompt, input_ids, sharded, baseline, options, measured: Measured) -> None:
     """One prompt on both systems in turn: A B A B, after one untimed call of each."""
     for round_ in range(options.rounds + 1):
-        expected = baseline.forward(input_ids.numpy()) if baseline is not None else None
+        tokens = input_ids.numpy()
+        expected = baseline.forward(*tokens.shape, input_ids=tokens) if baseline is not None else None
         dist.barrier()
         stats(reset=True)
         start = time.perf_counter()
@@ -107,7 +109,7 @@ def answer(prompt, input_ids, sharded, baseline, options, measured: Measured) ->
             logits = sharded(input_ids=input_ids).logits[0, -1]
         seconds = time.perf_counter() - start
         if expected is not None:
-            check(prompt, logits, torch.from_numpy(expected.logits[0]), measured)
+            check(prompt, logits, torch.from_numpy(expected.last[0]), measured)
         if round_ > 0:
             measured.sharded_s.append(seconds)
             measured.all_reduce_s += stats().total_ns / 1e9

@@ -39,10 +39,10 @@ class Rank:
         self.variant = variant
         self.shapes = OneShape(job, self.shard)
 
-    def lead(self, batch: int, seq: int, times: int) -> Any:
-        """Rank 0: have all ranks run one request."""
-        dist.broadcast_object_list([(batch, seq, times)], src=0)
-        return self.forward(batch, seq, times)
+    def lead(self, *request: Any) -> Any:
+        """Rank 0: have all ranks run one request, as Worker.forward takes it."""
+        dist.broadcast_object_list([request], src=0)
+        return self.forward(*request)
 
     def end(self) -> None:
         """Rank 0: no more requests."""
@@ -56,8 +56,10 @@ class Rank:
                 return
             self.forward(*request[0])
 
-    def forward(self, batch: int, seq: int, times: int) -> tuple[list[float], np.ndarray, float, float]:
-        return *timed(*self.shapes(batch, seq), times, self.meet), *self.spent()
+    def forward(
+        self, batch: int, seq: int, times: int, input_ids: np.ndarray | None
+    ) -> tuple[list[float], np.ndarray, float, float]:
+        return *timed(*self.shapes(batch, seq, input_ids), times, self.meet), *self.spent()
 
     def meet(self) -> None:
         """Start together, with the counters at zero."""

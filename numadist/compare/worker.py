@@ -114,9 +114,12 @@ class Worker:
             f"variant {self.variant.name} did not start (exit code {code}); see its output above"
         )
 
-    def forward(self, batch: int, seq: int, times: int = 1) -> Answer:
-        """Run `times` forwards of one shape. Raises: NumadistError with the worker's own traceback."""
-        self._pipe.send((batch, seq, times))
+    def forward(self, batch: int, seq: int, times: int = 1, input_ids: "np.ndarray | None" = None) -> Answer:
+        """Run `times` forwards of one shape. Raises: NumadistError with the worker's own traceback.
+
+        input_ids: tokens [batch, seq] instead of the job's own.
+        """
+        self._pipe.send((batch, seq, times, input_ids))
         return Answer(*self._receive(None))
 
     def close(self) -> None:
@@ -163,7 +166,7 @@ def main() -> None:
             shapes = OneShape(job, in_process)
         else:
             shapes = OneShape(job, single_process(variant, len(cpus)))
-        serve(pipe, lambda batch, seq, times: timed(*shapes(batch, seq), times))
+        serve(pipe, lambda batch, seq, times, input_ids: timed(*shapes(batch, seq, input_ids), times))
 
 
 def connect(address: str) -> Connection:
@@ -174,15 +177,15 @@ def connect(address: str) -> Connection:
 
 
 def serve(pipe: Connection, model: Any) -> None:
-    """Answer requests until the harness hangs up. model(batch, seq, times) returns the fields of an Answer."""
+    """Answer requests until the harness hangs up. model takes what Worker.forward does, returns an Answer's fields."""
     pipe.send(("ok", "ready"))
     while True:
         try:
-            batch, seq, times = pipe.recv()
+            request = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send(("ok", model(batch, seq, times)))
+            pipe.send(("ok", model(*request)))
         except Exception:
             pipe.send(("error", traceback.format_exc()))
 
@@ -199,7 +202,9 @@ class OneShape:
         self.run: Any = None
         self.inputs: dict[str, Any] = {}
 
-    def __call__(self, batch: int, seq: int) -> tuple[Any, dict[str, Any]]:
+    def __call__(
+        self, batch: int, seq: int, input_ids: "np.ndarray | None" = None
+    ) -> tuple[Any, dict[str, Any]]:
         """What runs this shape, and its inputs."""
         import torch
 
@@ -210,7 +215,8 @@ class OneShape:
             model, self.inputs = self.job.load(batch, seq)
             self.run = self.make(model, self.inputs)
             self.shape = (batch, seq)
-        return self.run, self.inputs
+        given = {} if input_ids is None else {"input_ids": torch.from_numpy(input_ids)}
+        return self.run, {**self.inputs, **given}
 
 
 def single_process(variant: Variant, num_threads: int) -> Callable[[Any, dict[str, Any]], Any]:

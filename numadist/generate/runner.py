@@ -18,10 +18,9 @@ from numadist.generate.team import Team, local_heads
 from numadist.log import get_logger
 from numadist.memory.local import local_empty
 from numadist.shard import graph, rules
-from numadist.shard.api import warn_left_alone
+from numadist.shard.api import open_checkpoint, warn_left_alone
 from numadist.shard.apply import apply, check_fits
 from numadist.shard.blocks import build_schema
-from numadist.shard.checkpoint import Checkpoint
 from numadist.shard.graph import aten
 from numadist.shard.load import localize_parameters
 from numadist.shard.placement import Shard
@@ -87,8 +86,7 @@ class Runner:
             emitter = local_heads(emitter)
         if emitter is not None:
             apply(step.gm, self.schema, team.rank, emitter)
-        checkpoint = Checkpoint(weights) if weights is not None else None
-        localize_parameters(step.gm, self.schema, team.rank, local_empty, checkpoint)
+        localize_parameters(step.gm, self.schema, team.rank, local_empty, open_checkpoint(weights, model))
         self.gm = step.gm
         self.local_bytes = sum(p.numel() * p.element_size() for p in step.gm.parameters())
         self._forward: Any = CompiledStep(step.gm) if compile else step.gm

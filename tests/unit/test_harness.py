@@ -12,13 +12,13 @@ from numadist.compare.variants import BASELINE, REFERENCE, VARIANTS, chosen
 from numadist.errors import ConfigError
 
 
-def row(variant, rounds_ms, batch=1, seq=128):
-    return Row(variant, batch, seq, Timing(rounds_ms), error=1e-6, first_s=1.0)
+def row(variant, rounds_ms):
+    return Row(variant, Timing(rounds_ms), error=1e-6, first_s=1.0)
 
 
 def case(batch=1, seq=128, ours=(8.0, 8.1, 7.9, 8.0, 8.2)):
     times = {REFERENCE: [20.0] * 5, BASELINE: [10.0, 10.2, 9.9, 10.1, 10.0], "ranks": list(ours)}
-    return Case(batch, seq, [row(name, rounds, batch, seq) for name, rounds in times.items()])
+    return Case("m", batch, seq, [row(name, rounds) for name, rounds in times.items()])
 
 
 def test_ratios_are_taken_inside_a_round():
@@ -68,7 +68,7 @@ def test_the_table_the_json_and_the_plot_say_the_same(tmp_path):
     assert "1.25 [" in text
     assert "no result: wrong answer" in text
     assert "ranks                geometric mean 1.02, worst 0.83, slower in 1 of 2" in text
-    rows = report.to_json(cases, {"model": "m"})
+    rows = report.to_json(cases, {"dtype": "float32"})
     report.write_json(str(tmp_path / "out.json"), rows)
     again = json.loads((tmp_path / "out.json").read_text())
     (ours,) = [r for r in again if r["variant"] == "ranks" and r["seq"] == 128]
