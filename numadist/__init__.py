@@ -18,6 +18,7 @@ _PUBLIC = {
     "PlacementError": "numadist.errors",
     "ShardError": "numadist.errors",
     "GenerateError": "numadist.errors",
+    "PlanError": "numadist.errors",
     "CommError": "numadist.errors",
     "CollectiveTimeout": "numadist.errors",
     "CollectiveMismatch": "numadist.errors",
@@ -30,6 +31,10 @@ _PUBLIC = {
     "empty_parameters": "numadist.shard.fake",
     "explain": "numadist.shard.explain",
     "Schema": "numadist.shard.schema",
+    "PlanPair": "numadist.plan.plan",
+    "phase": "numadist.plan.phase",
+    "current_phase": "numadist.plan.phase",
+    "phase_stats": "numadist.plan.phase",
     "Generator": "numadist.generate.api",
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from numadist.errors import NativeError
 
-ABI_VERSION = 7  # ND_ABI_VERSION
+ABI_VERSION = 8  # ND_ABI_VERSION
 MAX_WORLD = 512  # ND_MAX_WORLD
 NODE_WORDS = 16  # ND_NODE_WORDS
 HISTORY = 16  # ND_HISTORY
@@ -137,6 +137,12 @@ _NodeSet = c_uint64 * NODE_WORDS
 FOREVER = 2**64 - 1  # ND_FOREVER
 
 
+class _Team(ctypes.Structure):
+    """NdTeam."""
+
+    _fields_ = [("parallel", c_void_p), ("thread_index", c_void_p), ("num_threads", c_void_p)]
+
+
 class Arguments(ctypes.Structure):
     """NdArguments: a collective as data. What it points to must stay alive until the call is done."""
 
@@ -201,6 +207,9 @@ _OTHER_FUNCTIONS: dict[str, list] = {
     "nd_region_map": [c_int, c_size_t, _PTRS],
     "nd_message_source": [c_void_p, POINTER(c_uint64)],
     "nd_reduce_local": [c_int, _PTR, _PTRS, c_int, c_size_t, c_int, c_int],
+    "nd_team_use": [POINTER(_Team)],
+    "nd_team_form": [POINTER(c_int), POINTER(c_int)],
+    "nd_skinny_linear": [c_int, _PTR, _PTR, _PTR, _PTR, c_size_t, c_size_t, c_size_t],
     "nd_segment_create": [c_int, c_uint64, POINTER(_Tuning), POINTER(c_uint64), POINTER(c_int)],
     "nd_group_open": [c_int, c_int, c_int, c_uint64, POINTER(_Options), _PTRS],
 }
@@ -456,3 +465,36 @@ def message_source(request: int) -> tuple[int, int]:
 def all_reduce_fused(handle: int, in_: int, out: int, num_rows: int, dtype: int, epilogue: Epilogue) -> int:
     """nd_all_reduce_fused; its code."""
     return lib.nd_all_reduce_fused(handle, in_, out, num_rows, dtype, byref(epilogue))
+
+
+# ---- the program's OpenMP threads ------------------------------------------------------------------------
+
+
+class _LoadedFrom(ctypes.Structure):
+    """Dl_info."""
+
+    _fields_ = [("path", c_char_p), ("base", c_void_p), ("symbol", c_char_p), ("address", c_void_p)]
+
+
+def use_openmp() -> str:
+    """Take the OpenMP runtime the program has loaded globally, as torch does; path of its library, or "".
+
+    Call it once and before other functions of this section; import torch first.
+    """
+    program = ctypes.CDLL(None)
+    try:
+        names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+        entries = [ctypes.cast(getattr(program, name), c_void_p) for name in names]
+    except AttributeError:
+        return ""
+    check(lib.nd_team_use(byref(_Team(*entries))), "use the program's OpenMP threads")
+    found = _LoadedFrom()
+    program.dladdr(entries[0], byref(found))
+    return os.fsdecode(found.path or b"")
+
+
+def form_team() -> tuple[int, int]:
+    """(threads of an empty region, how many of them no earlier call has seen)."""
+    threads, fresh = c_int(), c_int()
+    lib.nd_team_form(byref(threads), byref(fresh))
+    return threads.value, fresh.value

@@ -30,6 +30,10 @@ class Config:
     )
     cpus: str = knob("NUMADIST_CPUS", "", "CPUs of this rank, e.g. `0-7`; set by numarun.")
 
+    plan: str = knob(
+        "NUMADIST_PLAN", "", "plan.json with the thread counts of both phases; set by `numarun --plan`."
+    )
+
     machine: str = knob(
         "NUMADIST_MACHINE",
         "",

@@ -29,6 +29,10 @@ class GenerateError(NumadistError):
     """A model or a request that generation cannot serve, or a generation that was stopped."""
 
 
+class PlanError(NumadistError):
+    """A plan that cannot be read or does not fit, or a phase switch at a wrong time."""
+
+
 class CommError(NumadistError, RuntimeError):
     """Base of what a collective may raise; a RuntimeError, as other backends raise, for programs that catch that."""
 

@@ -456,6 +456,15 @@ def find(name: str) -> ShmGroup:
         ) from None
 
 
+def num_open() -> int:
+    """Collectives of all groups that async_op=True started and that are still under way."""
+    return sum(
+        isinstance(work, TaskWork) and not work.is_completed()
+        for group in _groups.values()
+        for work in list(group._outstanding)
+    )
+
+
 def stats(group: dist.ProcessGroup | None = None, reset: bool = False) -> CommStats:
     """Counters of a group (default: the default group) since the last reset; times are taken from the first one on."""
     pg = group if group is not None else torch.distributed.group.WORLD

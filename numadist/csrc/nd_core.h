@@ -29,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 7
+#define ND_ABI_VERSION 8
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_HISTORY 16
@@ -311,6 +311,61 @@ ND_API int nd_message_source(NdRequest* request, uint64_t* bytes);
 /* A receive that nothing has come for is withdrawn; -EBUSY for other running requests, unless the group
  * failed. */
 ND_API int nd_message_free(NdGroup* group, NdRequest* request);
+
+/* ==== the program's OpenMP threads ==== */
+
+/* The core links no OpenMP: it uses the runtime the program has loaded, so that its regions run on the
+ * threads that torch's operators run on. Not thread-safe: once, before the first region. */
+typedef struct NdTeam {
+  void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags); /* GOMP_parallel */
+  int (*thread_index)(void); /* omp_get_thread_num */
+  int (*num_threads)(void);  /* omp_get_num_threads */
+} NdTeam;
+
+/* Without it regions run on the caller alone. */
+ND_API int nd_team_use(const NdTeam* team);
+/* An empty region of as many threads as the caller's setting: how many they were, and how many of them no
+ * nd_team_form had seen before. */
+ND_API int nd_team_form(int* threads, int* fresh);
+
+/* ==== linear layers for few rows ==== */
+
+#define ND_SKINNY_PANEL 64
+#define ND_SKINNY_ROWS 16
+
+/* y = x * W^T + bias in bf16, summed in f32, by the isa-th kernel. x [rows][k], y [rows][n], bias [n] or
+ * NULL. blob: W as oneDNN packs it on machines with AVX-512 BF16 and without AMX, [ceil(n / 64)][k /
+ * 2][64][2]. -EINVAL: more than ND_SKINNY_ROWS rows, an odd k. */
+ND_API int nd_skinny_linear(int isa, const void* x, const void* blob, const void* bias, void* y, size_t rows,
+                            size_t n, size_t k);
+
+/* ==== attention ==== */
+
+typedef enum NdMask { ND_MASK_NONE = 0, ND_MASK_BOOL, ND_MASK_BF16, ND_MASK_F32 } NdMask;
+
+/* softmax(scale * q k^T + mask) v in bf16; products and softmax in f32, weights rounded to bf16. Strides are
+ * in elements, of batch, head and row; a row's elements lie side by side. Query head h reads KV head h /
+ * (heads / kv_heads). A query that sees no key gives zeros. */
+typedef struct NdAttention {
+  const void* q;    /* [batch, heads, queries, head_dim] */
+  const void* k;    /* [batch, kv_heads, keys, head_dim] */
+  const void* v;    /* [batch, kv_heads, keys, head_dim] */
+  const void* mask; /* [batch, heads, queries, keys]: true where a query may look, or what is added */
+  void* out;        /* [batch, heads, queries, head_dim] */
+  void* scratch;    /* nd_attention_scratch bytes */
+  ptrdiff_t q_stride[3], k_stride[3], v_stride[3], mask_stride[3], out_stride[3];
+  int32_t batch, heads, kv_heads, queries, keys;
+  int32_t head_dim;  /* a multiple of 32, at most 256 */
+  int32_t mask_kind; /* NdMask */
+  int32_t causal;    /* query i sees keys 0 to i */
+  float scale;
+} NdAttention;
+
+/* 1 if this CPU has a kernel for it. */
+ND_API int nd_attention_runs(void);
+ND_API size_t nd_attention_scratch(const NdAttention* attention);
+/* -EINVAL for sizes it does not take, -EOPNOTSUPP without a kernel. */
+ND_API int nd_attention(const NdAttention* attention);
 
 #ifdef __cplusplus
 }

@@ -15,6 +15,7 @@ import torch
 from numadist.errors import GenerateError
 from numadist.generate.runner import Runner, check_prompt
 from numadist.generate.sampling import Sampling, choose, num_candidates
+from numadist.plan.phase import Phase, phase
 
 # A step that reads several prompts at once computes at most so many tokens, padding included.
 PREFILL_TOKENS = 2048
@@ -104,8 +105,9 @@ class Engine:
     def run(self) -> None:
         """Step until nothing is left; if a callback raises, or the user interrupts, no row stays in use."""
         try:
-            while self.step():
-                pass
+            with phase(Phase.PREFILL):  # afterwards this thread has its own number of threads again
+                while self.step():
+                    pass
         finally:
             self.cancel_all()
 

@@ -17,6 +17,7 @@ from numadist.generate.step import StepGraph, capture_step
 from numadist.generate.team import Team, local_heads
 from numadist.log import get_logger
 from numadist.memory.local import local_empty
+from numadist.plan.phase import Phase, phase, switch
 from numadist.shard import graph, rules
 from numadist.shard.api import open_checkpoint, warn_left_alone
 from numadist.shard.apply import apply, check_fits
@@ -131,6 +132,10 @@ class Runner:
 
     def follow(self) -> int:
         """Other ranks: do what rank 0 says until it ends; returns the status of its `end`."""
+        with phase(Phase.PREFILL):  # afterwards this thread has its own number of threads again
+            return self._follow()
+
+    def _follow(self) -> int:
         while True:
             self.team.broadcast(self._header)
             kind, *fields = self._header[:8].tolist()
@@ -171,6 +176,8 @@ class Runner:
     ) -> Tensor:
         """All ranks: one forward and the exchange of candidates, [num_ranks, N]."""
         num_rows, num_tokens = tokens_BT.shape
+        # The same line the compiled graphs are divided by: Inductor writes the thread count into each.
+        switch(Phase.DECODE if num_tokens == 1 else Phase.PREFILL)
         order_BT = torch.arange(num_tokens) - (num_tokens - lengths_B)[:, None]
         positions_BT = (starts_B[:, None] + order_BT).clamp_(min=0)
         slots_BT = positions_BT.masked_fill(order_BT < 0, num_slots - 1)

@@ -1,0 +1,26 @@
+// A few rows times packed bf16 weights, written once in plain C++. skinny.cpp includes this file once per
+// ISA, inside `#pragma GCC target` and a namespace of its own.
+
+// acc[c] += row . column c of a panel, for all columns of the panel.
+inline __attribute__((always_inline)) void add_row(const uint16_t* row, const uint32_t* panel, size_t pairs,
+                                                   float* acc) {
+  for (size_t k = 0; k < pairs; ++k) {
+    const float even = float_of(static_cast<uint32_t>(row[2 * k]) << 16);
+    const float odd = float_of(static_cast<uint32_t>(row[2 * k + 1]) << 16);
+    const uint32_t* w = panel + k * kPanel;
+    for (size_t c = 0; c < kPanel; ++c)
+      acc[c] += even * float_of(w[c] << 16) + odd * float_of(w[c] & 0xffff0000);
+  }
+}
+
+inline void panel_rows(const SkinnyCall& call, size_t panel) {
+  const size_t pairs = call.k / 2, first = panel * kPanel;
+  const size_t cols = call.n - first < kPanel ? call.n - first : kPanel;
+  for (size_t m = 0; m < call.rows; ++m) {
+    float acc[kPanel] = {};
+    add_row(call.x + m * call.k, call.blob + panel * pairs * kPanel, pairs, acc);
+    for (size_t c = 0; c < cols; ++c)
+      call.y[m * call.n + first + c] =
+          bf16_of(acc[c] + (call.bias ? float_of(static_cast<uint32_t>(call.bias[first + c]) << 16) : 0));
+  }
+}
