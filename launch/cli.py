@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from numadist import config
-from numadist.errors import ConfigError, NumadistError, PlacementError, TopologyError
+from numadist.errors import ConfigError, NumadistError, PlacementError, PlanError, TopologyError
 from numadist.launch import store
 from numadist.launch.environment import Job
 from numadist.launch.options import Options, UsageError, parse
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         say(f"error: {error}")
         return error.exit_code
-    except (PlacementError, TopologyError, ConfigError) as error:
+    except (PlacementError, PlanError, TopologyError, ConfigError) as error:
         say(f"error: {error}")
         return 2
     except NumadistError as error:
@@ -50,6 +50,11 @@ def _main(argv: Sequence[str]) -> int:
     if not options.dry_run and not options.command:
         raise UsageError("no script given (numarun [options] script.py [args]; see --help)")
     command = [] if options.dry_run else _command(options)
+    thread_order: tuple[int, ...] = ()
+    if options.plan:
+        from numadist.launch.plans import with_plan  # late: a plain start must not pay for it
+
+        options, thread_order = with_plan(options, machine, root)
     plan = place(machine, options.request)
     plan = replace(plan, warnings=(*plan.warnings, *preflight_warnings(machine, plan, os.environ, root)))
     if options.dry_run and options.json:
@@ -64,7 +69,9 @@ def _main(argv: Sequence[str]) -> int:
     else:
         _show_plan(machine, plan, options, say)
     # Only this option needs the caches, whose many files take longer to read than all the rest.
-    return _run(options, plan, command, _thread_order(machine) if options.omp_bind == "cores" else ())
+    if options.omp_bind == "cores":
+        thread_order = thread_order or _thread_order(machine)
+    return _run(options, plan, command, thread_order)
 
 
 def _thread_order(machine: Machine) -> tuple[int, ...]:

@@ -50,6 +50,7 @@ class Options:
     omp_auto: bool = False  # `--omp-threads auto` wins over OMP_NUM_THREADS in the environment
     omp_bind: str = "none"
     preload: str | None = None
+    plan: str | None = None
     backend: str | None = None
     nnodes: int = 1
     node_rank: int = 0
@@ -109,6 +110,7 @@ def _placement_options(p: _Parser) -> None:
     p.option("--numa-nodes", metavar="LIST", help="use only these NUMA nodes, e.g. 0,2")
     p.option("--sockets", metavar="LIST", help="use only these sockets")
     p.option("--cpus", metavar="LISTS", help="CPUs of each rank, e.g. '0-31|32-63'")
+    p.option("--plan", metavar="FILE", help="ranks and threads of a plan.json, as numadist tune writes it")
     p.option("--reserve", metavar="N", default="0", help="cores kept free per rank (default 0)")
     p.option("--smt", flag=True, help="use all hardware threads of a core (default: one)")
     p.option("--no-smt", flag=True, help="one CPU per core (the default)")
@@ -197,7 +199,7 @@ def parse(argv: Sequence[str]) -> Options:
         },
         **{
             name: values[name]
-            for name in ("preload", "backend", "omp_bind", "prefix", "log_dir", "quiet", "verbose")
+            for name in ("plan", "preload", "backend", "omp_bind", "prefix", "log_dir", "quiet", "verbose")
         },
         allowed_cpus=_number_list("--allowed-cpus", values["allowed_cpus"]),
         allowed_mems=_number_list("--allowed-mems", values["allowed_mems"]),
@@ -262,6 +264,13 @@ def _request(values: dict[str, Any]) -> Request:
     if len(given) > 1:
         first, second = (f"--nproc-per-{per}" for per in given[:2])
         raise UsageError(f"{first} and {second} cannot be used together")
+    named = [*(f"nproc_per_{per}" for per in given), "cpus", "numa_nodes", "sockets"]
+    named = [name for name in named if values[name] is not None]
+    named += [name for name in ("smt", "reserve") if values[name] not in (False, "0")]
+    if values["plan"] is not None and named:
+        raise UsageError(
+            f"--plan and --{named[0].replace('_', '-')} cannot be used together: the plan has the CPUs of all ranks"
+        )
     if values["smt"] and values["no_smt"]:
         raise UsageError("--smt and --no-smt cannot be used together")
     per = given[0] if given else "numa"
