@@ -25,6 +25,7 @@ COMMANDS = {
         "serve --synthetic: latencies and goodput of three schedules",
     ),
     "profile": ("numadist.costmodel.command:main", "measure this machine for the cost model"),
+    "tune": ("numadist.tune.command:main", "measure ranks and threads for both phases: plan.json"),
     "simulate": ("numadist.simulate.command:main", "predicted speed-ups on machines nobody here has"),
     "explain": ("numadist.explain_command:main", "how a model would be sharded: blocks, placements, bytes"),
     "info": ("numadist.info:main", "versions and machine, for a bug report"),
