@@ -7,7 +7,6 @@ python -m numadist.tune.worker MODEL DTYPE LAYERS SECONDS OUT, started by numaru
 import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +67,7 @@ def _num_domains(trial: PlanPair) -> int:
     """Last-level caches under the largest rank."""
     tree = build_tree(read_machine())
     llc = next((d for d, kind in enumerate(tree.kinds) if "Llc" in kind), 0)
-    ranks: list[Sequence[int]] = [part.cpus for part in trial.prefill.ranks]
-    cpus = set(max(ranks, key=len))
+    cpus = set(max((part.cpus for part in trial.prefill.ranks), key=lambda cpus: len(cpus)))
     return max(1, sum(bool(cpus & set(node.cpus)) for node in tree.level(llc)))
 
 
