@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from transformers.cache_utils import Cache
 
 from numadist.errors import GenerateError
-from numadist.generate.attention import use_grouped_attention
+from numadist.shard.attention import use_grouped_attention
 from numadist.shard.capture import capture
 
 # Sizes of the example inputs: all different, so that no dim is taken for another.

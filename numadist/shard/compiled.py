@@ -15,6 +15,7 @@ import torch._inductor.config as inductor_config
 from torch.utils._pytree import tree_leaves
 
 from numadist.log import get_logger
+from numadist.shard.attention import write_attention
 from numadist.shard.linears import write_linears
 
 log = get_logger(__name__)
@@ -31,6 +32,7 @@ def compile_frozen(
     """
     if isinstance(module, torch.fx.GraphModule):
         write_linears(module)
+        write_attention(module)
     compiled = torch.compile(module, dynamic=dynamic, options={"freezing_discard_parameters": one_shape})
     seen: set[tuple[Any, ...]] = set()
 

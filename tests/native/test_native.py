@@ -90,3 +90,7 @@ def test_soak_of_ten_million_calls(build, world):
     # Ranks that are not in a group leave its calls out.
     calls = 10**7 if world == 2 else 2 * 10**7
     assert soak(build, world, calls, 4 * 3600, world) >= 10**7
+
+
+def test_attention_agrees_with_plain_loops(build):
+    assert "worst error" in run(build("test_attention"), 40)

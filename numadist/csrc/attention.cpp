@@ -1,0 +1,100 @@
+// Attention of a prefill in bf16: the choice of ISA, and the work of all threads.
+#include <errno.h>
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "team.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace nd {
+namespace {
+
+constexpr int kQueryBlock = 48, kKeyBlock = 64, kMaxHeadDim = 256;
+constexpr float kLog2E = 1.44269504f;
+
+constexpr int blocks_of(int size, int block) { return (size + block - 1) / block; }
+
+ptrdiff_t offset(const ptrdiff_t stride[3], int batch, int head, int row) {
+  return batch * stride[0] + head * stride[1] + row * stride[2];
+}
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"  // both in GCC 12's own intrinsics (GCC bug 105593)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+namespace avx512_bf16 {
+#include "attention.h"
+}  // namespace avx512_bf16
+#pragma GCC diagnostic pop
+#pragma GCC pop_options
+#endif
+
+// Bytes of one head's packed keys; its packed values are as many.
+size_t packed_bytes(const NdAttention& a) {
+  return size_t(blocks_of(a.keys, kKeyBlock)) * kKeyBlock * a.head_dim * sizeof(uint16_t);
+}
+
+bool is_valid(const NdAttention& a) {
+  return a.batch > 0 && a.queries > 0 && a.keys > 0 && a.kv_heads > 0 && a.heads % a.kv_heads == 0 &&
+         a.head_dim > 0 && a.head_dim <= kMaxHeadDim && a.head_dim % 32 == 0 && a.mask_kind >= ND_MASK_NONE &&
+         a.mask_kind <= ND_MASK_F32 && (a.mask_kind == ND_MASK_NONE) == (a.mask == nullptr);
+}
+
+}  // namespace
+}  // namespace nd
+
+int nd_attention_runs(void) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512bf16");
+#else
+  return 0;
+#endif
+}
+
+size_t nd_attention_scratch(const NdAttention* a) {
+  return 2 * size_t(a->batch) * a->kv_heads * nd::packed_bytes(*a);
+}
+
+int nd_attention(const NdAttention* attention) {
+  using namespace nd;
+  const NdAttention& a = *attention;
+  if (!is_valid(a)) return -EINVAL;
+  if (!nd_attention_runs()) return -EOPNOTSUPP;
+#if defined(__x86_64__)
+  const size_t per_head = packed_bytes(a);
+  const auto keys_of = [&](int head) { return (uint16_t*)((char*)a.scratch + 2 * head * per_head); };
+  const auto values_of = [&](int head) { return (uint16_t*)((char*)keys_of(head) + per_head); };
+
+  const int key_blocks = blocks_of(a.keys, kKeyBlock);
+  for_each_item(a.batch * a.kv_heads * key_blocks, [&](int item) {
+    const int head = item / key_blocks, key = item % key_blocks * kKeyBlock;
+    const int batch = head / a.kv_heads, keys = std::min(kKeyBlock, a.keys - key);
+    const auto* k = static_cast<const uint16_t*>(a.k) + offset(a.k_stride, batch, head % a.kv_heads, key);
+    const auto* v = static_cast<const uint16_t*>(a.v) + offset(a.v_stride, batch, head % a.kv_heads, key);
+    const ptrdiff_t at = ptrdiff_t(key) * a.head_dim;
+    avx512_bf16::pack_keys(k, a.k_stride[2], keys, a.head_dim, keys_of(head) + at);
+    avx512_bf16::pack_values(v, a.v_stride[2], keys, a.head_dim, values_of(head) + at);
+  });
+
+  const int query_blocks = blocks_of(a.queries, kQueryBlock), heads = a.batch * a.heads;
+  for_each_item(heads * query_blocks, [&](int item) {
+    // Late queries see most keys under a causal mask: they go first, so that no thread ends with a long one.
+    const int block = query_blocks - 1 - item / heads, head = item % heads;
+    const int batch = head / a.heads, own = head % a.heads, begin = block * kQueryBlock;
+    const int kv = batch * a.kv_heads + own / (a.heads / a.kv_heads);
+    avx512_bf16::attend(a, batch, own, begin, std::min(kQueryBlock, a.queries - begin), keys_of(kv),
+                        values_of(kv));
+  });
+#endif
+  return 0;
+}

@@ -1,0 +1,1 @@
+"""Our own operators where torch's are slow for inference on a CPU."""

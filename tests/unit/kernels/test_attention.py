@@ -1,0 +1,105 @@
+"""`numadist::attention` against torch in f32, and where the compiler puts it."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from numadist import models
+from numadist._native_attention import attention_runs
+from numadist.errors import NativeError
+from numadist.kernels.attention import takes
+from numadist.shard.attention import write_attention
+from numadist.shard.capture import capture
+from numadist.shard.graph import aten
+
+SIZES = {  # batch, heads, KV heads, queries, keys, head dim
+    "one block": (1, 1, 1, 48, 64, 128),
+    "grouped": (2, 6, 2, 100, 100, 64),
+    "one KV head, widest": (1, 4, 1, 37, 37, 256),
+    "more keys than queries": (1, 2, 2, 130, 300, 32),
+    "one query": (2, 3, 3, 1, 65, 96),
+    "many blocks": (1, 2, 1, 513, 513, 64),
+}
+MASKS = ["none", "causal", "window", "bf16", "f32"]
+
+
+def ours(q, k, v, mask, is_causal):
+    return torch.ops.numadist.attention(q, k, v, mask, is_causal, q.shape[-1] ** -0.5)
+
+
+def mask_of(kind, heads, queries, keys):
+    if kind == "window":  # whole blocks are hidden on both sides of the diagonal; every query sees a key
+        distance = torch.arange(queries)[:, None] - torch.arange(keys)[None, :]
+        return ((distance >= 0) & (distance < 70))[None, None]
+    if kind in ("bf16", "f32"):
+        return torch.randn(1, heads, queries, keys, dtype=torch.bfloat16 if kind == "bf16" else torch.float32)
+    return None
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_error_is_that_of_bf16(sizes, kind):
+    batch, heads, kv_heads, queries, keys, dim = sizes
+    torch.manual_seed(0)
+    q = torch.randn(batch, queries, heads, dim, dtype=torch.bfloat16).transpose(1, 2)  # as models have it
+    k, v = (torch.randn(batch, kv_heads, keys, dim, dtype=torch.bfloat16) for _ in range(2))
+    mask, is_causal = mask_of(kind, heads, queries, keys), kind == "causal"
+    if not attention_runs():
+        assert not takes(dim, torch.bfloat16, None)
+        with pytest.raises(NativeError, match="EOPNOTSUPP"):
+            ours(q, k, v, mask, is_causal)
+        return
+
+    def theirs(dtype):
+        added = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
+        inputs = (x.to(dtype) for x in (q, k, v))
+        return sdpa(*inputs, attn_mask=added, is_causal=is_causal, enable_gqa=True).float()
+
+    truth = theirs(torch.float32)
+    allowed = 1.5 * (theirs(torch.bfloat16) - truth).abs().max() + 1e-6
+    threads = torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        result = ours(q, k, v, mask, is_causal)
+        torch.set_num_threads(threads)
+        assert (result.float() - truth).abs().max() <= allowed
+
+
+def test_query_that_sees_no_key_gives_zeros():
+    if not attention_runs():
+        return
+    q, k, v = (torch.randn(1, 2, 70, 64, dtype=torch.bfloat16) for _ in range(3))
+    mask = torch.ones(1, 1, 70, 70, dtype=torch.bool)
+    mask[..., 3, :] = False
+    result = ours(q, k, v, mask, False)
+    assert (result[:, :, 3] == 0).all()
+    assert result.isfinite().all()
+    assert (result[:, :, 4] != 0).any()
+
+
+def test_refuses_what_it_does_not_take():
+    q, k, v = (torch.randn(1, 2, 8, 40, dtype=torch.bfloat16) for _ in range(3))
+    assert not takes(40, torch.bfloat16, None)
+    assert not takes(64, torch.float32, None)
+    assert not takes(64, torch.bfloat16, torch.float64)
+    with pytest.raises(NativeError, match="2 heads of 40 over 2 KV heads"):
+        ours(q, k, v, None, False)
+
+
+def test_graph_takes_it_without_repeating_kv_heads():
+    changes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = models.build("llama-tiny", torch.bfloat16, **changes)
+    inputs = models.prefill_inputs(model, 2, 70)
+    gm = capture(model, (), inputs)
+    with torch.no_grad():
+        before = gm(**inputs).logits.float()
+        write_attention(gm)
+        after = gm(**inputs).logits.float()
+    targets = [n.target for n in gm.graph.nodes]
+    expected = 2 if attention_runs() else 0  # layers
+    assert targets.count(torch.ops.numadist.attention.default) == expected
+    assert targets.count(aten.scaled_dot_product_attention.default) == 2 - expected
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.numadist.attention.default:
+            assert [n.meta["val"].shape[1] for n in node.args[:3]] == [4, 2, 2]  # heads
+    assert (after - before).abs().max() <= 0.03 * before.abs().max()
