@@ -9,7 +9,7 @@ import torch
 
 from numadist.compare.rounds import Case, Row
 from numadist.compare.statistics import Ratio, geometric_mean, ratio
-from numadist.compare.variants import BASELINE, VARIANTS
+from numadist.compare.variants import AUTO, BASELINE, VARIANTS
 from numadist.errors import NumadistError
 
 FOREIGN_LIMIT = 0.2  # cores kept busy by others, above which a case is marked
@@ -63,7 +63,24 @@ def summary_lines(cases: list[Case]) -> list[str]:
             f"  {name:<21}geometric mean {geometric_mean(medians):.2f}, worst {min(medians):.2f}, "
             f"slower in {slower} of {len(speeds)}"
         )
-    return lines
+    return lines + auto_lines(timed)
+
+
+def auto_lines(cases: list[Case]) -> list[str]:
+    """How far the plan that the cost model chose is from the best of what it chose between."""
+    found = []
+    for case in cases:
+        timings = {row.variant: row.timing for row in case.rows}
+        if timings.keys() >= {AUTO, BASELINE, "ranks"}:
+            best = min((BASELINE, "ranks"), key=lambda name: timings[name].median_ms)
+            found.append((ratio(timings[best], timings[AUTO]), best, case))
+    if not found:
+        return []
+    speed, best, case = min(found, key=lambda f: f[0].median)
+    return [
+        f"  {AUTO} against the best of {BASELINE} and ranks: worst {speed.median:.2f} "
+        f"[{speed.low:.2f}-{speed.high:.2f}], against {best} on {case.model} at {case.batch} x {case.seq}"
+    ]
 
 
 def to_json(cases: list[Case], setting: dict[str, Any]) -> list[dict[str, Any]]:

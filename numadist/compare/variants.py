@@ -49,6 +49,7 @@ VARIANTS = {
     )
 }
 BASELINE = "compile"
+AUTO = "ranks-auto"
 REFERENCE = "eager"  # its answers are the ones the others are checked against
 
 

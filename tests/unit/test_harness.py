@@ -77,3 +77,14 @@ def test_the_table_the_json_and_the_plot_say_the_same(tmp_path):
     assert [r["failed"] for r in again if "failed" in r] == [cases[0].failed["ranks-gloo"]]
     report.plot(str(tmp_path / "out.png"), cases, "m")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_cost_model_chose_is_held_against_the_best_it_could_choose():
+    good, bad = case(seq=128), case(seq=512, ours=[20.0] * 5)
+    good.rows.append(row("ranks-auto", [8.0, 8.1, 7.9, 8.0, 8.2]))  # as ranks, the better one here
+    bad.rows.append(row("ranks-auto", [12.5, 12.75, 12.375, 12.625, 12.5]))  # compile is the better one here
+    assert report.auto_lines([good])[0].endswith("worst 1.00 [1.00-1.00], against ranks on m at 1 x 128")
+    assert report.auto_lines([good, bad])[0].endswith(
+        "worst 0.80 [0.80-0.80], against compile on m at 1 x 512"
+    )
+    assert report.auto_lines([case()]) == []
