@@ -126,9 +126,10 @@ inline void pack_values(const uint16_t* v, ptrdiff_t stride, int keys, int dim, 
                           _mm512_or_si512(widened(key, d), _mm512_slli_epi32(widened(key + 1, d), 16)));
 }
 
-// 2^x for x <= 0; below -127, and for -inf, nothing that a bf16 can hold beside a 1.
+// 2^x for x <= 0; below -127, and for -inf, nothing that a bf16 can hold beside a 1. NaN stays NaN: of a NaN
+// and a number the maximum is its second operand.
 inline Zmm exp2_of(Zmm x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-127.0f));
+  x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);
   const Zmm whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const Zmm f = _mm512_sub_ps(x, whole);
   Zmm y = _mm512_set1_ps(1.3333558e-3f);  // Taylor's ln(2)^n / n!: 2e-6 off at most on [-0.5, 0.5]
@@ -179,19 +180,24 @@ struct QueryBlock {
   alignas(64) float scores[kQueryBlock][kKeyBlock];
   alignas(64) uint16_t weights[kQueryBlock][kKeyBlock];
   alignas(64) float out[kQueryBlock][kMaxHeadDim];
-  float highest[kQueryBlock], sum[kQueryBlock], rescale[kQueryBlock];
+  alignas(64) float highest[kQueryBlock], sum[kQueryBlock];          // over the blocks before
+  alignas(64) float now_highest[kQueryBlock], now_sum[kQueryBlock];  // with and of this block
+  alignas(64) float rescale[kQueryBlock];                            // of what the blocks before gave
 };
 
-// Scores of one row to weights, given its running maximum and sum, which move on. visible: keys it may see.
+// Scores of one row to weights relative to its maximum so far. visible: keys it may see.
 inline void softmax_row(QueryBlock& b, int row, const NdAttention& a, const char* mask_row, int visible) {
   const Zmm scale = _mm512_set1_ps(a.scale * kLog2E);
   Zmm s[kKeyBlock / 16], top = _mm512_set1_ps(-INFINITY);
+  const bool all_seen = a.mask_kind == ND_MASK_NONE && visible >= kKeyBlock;
   for (int j = 0; j < kKeyBlock / 16; ++j) {
-    s[j] = masked(_mm512_mul_ps(_mm512_load_ps(b.scores[row] + 16 * j), scale), a, mask_row, 16 * j, visible);
+    s[j] = _mm512_mul_ps(_mm512_load_ps(b.scores[row] + 16 * j), scale);
+    if (!all_seen) s[j] = masked(s[j], a, mask_row, 16 * j, visible);
     top = _mm512_max_ps(top, s[j]);
   }
-  const float before = b.highest[row], now = std::max(before, _mm512_reduce_max_ps(top));
-  // A row that has seen no key yet has weights of zero; nothing may be subtracted from its -inf.
+  const float now = std::max(b.highest[row], _mm512_reduce_max_ps(top));
+  // A row that has seen no key yet: nothing may be subtracted from its -inf, and its weights come out as
+  // nothing.
   const Zmm base = _mm512_set1_ps(now == -INFINITY ? 0.0f : now);
   Zmm sum = _mm512_setzero_ps();
   for (int j = 0; j < kKeyBlock / 16; j += 2) {
@@ -199,14 +205,26 @@ inline void softmax_row(QueryBlock& b, int row, const NdAttention& a, const char
     sum = _mm512_add_ps(sum, _mm512_add_ps(low, high));
     _mm512_store_si512(b.weights[row] + 16 * j, (Bits)_mm512_cvtne2ps_pbh(high, low));
   }
-  b.rescale[row] = before == -INFINITY ? 0.0f : exp2f(before - now);
-  b.sum[row] = b.sum[row] * b.rescale[row] + (now == -INFINITY ? 0.0f : _mm512_reduce_add_ps(sum));
-  b.highest[row] = now;
+  b.now_highest[row] = now;
+  b.now_sum[row] = now == -INFINITY ? 0.0f : _mm512_reduce_add_ps(sum);
+}
+
+// The running maximum and sum of all rows move on.
+inline void advance(QueryBlock& b) {
+  for (int i = 0; i < kQueryBlock; i += 16) {
+    const Zmm before = _mm512_load_ps(b.highest + i), now = _mm512_load_ps(b.now_highest + i);
+    const __mmask16 had_seen = _mm512_cmp_ps_mask(before, _mm512_set1_ps(-INFINITY), _CMP_GT_OQ);
+    const Zmm rescale = _mm512_maskz_mov_ps(had_seen, exp2_of(_mm512_sub_ps(before, now)));
+    _mm512_store_ps(b.rescale + i, rescale);
+    _mm512_store_ps(b.sum + i,
+                    _mm512_fmadd_ps(_mm512_load_ps(b.sum + i), rescale, _mm512_load_ps(b.now_sum + i)));
+    _mm512_store_ps(b.highest + i, now);
+  }
 }
 
 inline void write_rows(const QueryBlock& b, const NdAttention& a, int rows, uint16_t* out) {
   for (int i = 0; i < rows; ++i) {
-    const Zmm factor = _mm512_set1_ps(b.sum[i] > 0 ? 1 / b.sum[i] : 0.0f);
+    const Zmm factor = _mm512_set1_ps(b.sum[i] == 0 ? 0.0f : 1 / b.sum[i]);
     for (int d = 0; d < a.head_dim; d += 16) {
       const Zmm y = _mm512_mul_ps(_mm512_load_ps(b.out[i] + d), factor);
       _mm256_storeu_si256((__m256i*)(out + i * a.out_stride[2] + d), (__m256i)_mm512_cvtneps_pbh(y));
@@ -223,9 +241,9 @@ inline void attend(const NdAttention& a, int batch, int head, int begin, int row
   const ptrdiff_t mask_row = a.mask_stride[2] * mask_bytes;
   const char* mask = static_cast<const char*>(a.mask);
   if (mask != nullptr) mask += offset(a.mask_stride, batch, head, begin) * ptrdiff_t(mask_bytes);
-  for (int i = 0; i < rows; ++i) {
-    b.highest[i] = -INFINITY;
-    b.sum[i] = 0;
+  for (int i = 0; i < kQueryBlock; ++i) {  // rows past the last are carried along, and never written
+    b.highest[i] = b.now_highest[i] = -INFINITY;
+    b.sum[i] = b.now_sum[i] = 0;
     memset(b.out[i], 0, sizeof(float) * a.head_dim);
   }
   const int end = a.causal ? std::min(a.keys, begin + rows) : a.keys;
@@ -239,6 +257,7 @@ inline void attend(const NdAttention& a, int batch, int head, int begin, int row
       const int visible = a.causal ? std::min(keys, begin + i + 1 - key) : keys;
       softmax_row(b, i, a, here + i * mask_row, visible);
     }
+    advance(b);
     multiply(rows, a.head_dim, b.weights[0], kKeyBlock, v + ptrdiff_t(key) * a.head_dim, kKeyBlock / 2,
              b.out[0], kMaxHeadDim, b.rescale);
   }

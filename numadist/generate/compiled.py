@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from numadist.generate.attention import use_one_token_attention
-from numadist.generate.packed import pack_linears
+from numadist.generate.packed import pack_linears, use_skinny_linears
+from numadist.shard.attention import write_attention
 from numadist.shard.compiled import freezing
 
 # Checks of every intermediate tensor, in Python: hundreds a step, as long as a small layer.
@@ -30,6 +31,8 @@ class CompiledStep:
             warnings.simplefilter("ignore", FutureWarning)
             decode = GraphModule(gm, copy.deepcopy(gm.graph))
         use_one_token_attention(decode)
+        write_attention(gm)
+        use_skinny_linears(decode)
         self.prefill, self.decode = (
             torch.compile(gm, options=_OPTIONS),
             torch.compile(decode, options=_OPTIONS),

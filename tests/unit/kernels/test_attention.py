@@ -77,6 +77,16 @@ def test_query_that_sees_no_key_gives_zeros():
     assert (result[:, :, 4] != 0).any()
 
 
+def test_nan_is_passed_on():
+    if not attention_runs():
+        return
+    q, k, v = (torch.randn(1, 1, 70, 64, dtype=torch.bfloat16) for _ in range(3))
+    k[0, 0, 66, 5] = float("nan")
+    result = ours(q, k, v, None, True)
+    assert result[0, 0, :66].isfinite().all()
+    assert result[0, 0, 66:].isnan().all()
+
+
 def test_refuses_what_it_does_not_take():
     q, k, v = (torch.randn(1, 2, 8, 40, dtype=torch.bfloat16) for _ in range(3))
     assert not takes(40, torch.bfloat16, None)
