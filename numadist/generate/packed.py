@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from numadist.kernels import skinny
 from numadist.shard.apply import drop_unused_parameters
 from numadist.shard.graph import aten
 from numadist.shard.linears import write_linears
@@ -114,6 +115,21 @@ def _linear(node: Node) -> tuple[Any, Node | None, Any, bool]:
     while weight.target in (aten.t.default, aten.numpy_T.default):
         weight, transposed = weight.args[0], not transposed
     return rows, weight, bias, transposed
+
+
+def use_skinny_linears(gm: GraphModule) -> None:
+    """Decode by our own kernel where it reads a layer's packed weights as oneDNN does; other layers stay."""
+    for node in list(gm.graph.nodes):
+        if node.target is not torch.ops.mkldnn._linear_pointwise.default:
+            continue
+        rows, blob, bias, *_ = node.args
+        packed = getattr(gm, blob.target)
+        if skinny.takes(packed):
+            node.target, node.args = (
+                torch.ops.numadist.skinny_linear.default,
+                (rows, blob, bias, packed.shape[0]),
+            )
+    gm.recompile()
 
 
 def _pack(weight: Tensor, transposed: bool) -> Tensor:

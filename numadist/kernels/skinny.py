@@ -11,6 +11,7 @@ from torch import Tensor
 
 from numadist import _native
 from numadist._native import check, lib, supported_isas
+from numadist.errors import NativeError
 
 MAX_ROWS = 16  # ND_SKINNY_ROWS
 PANEL = 64  # ND_SKINNY_PANEL
@@ -24,18 +25,19 @@ _LIBRARY = torch.library.Library("numadist", "FRAGMENT")
 _LIBRARY.define("skinny_linear(Tensor x, Tensor blob, Tensor? bias, int out_features) -> Tensor")
 
 
-def takes(blob: Tensor, dtype: torch.dtype, out_features: int, in_features: int) -> bool:
-    """Whether packed weights [N, K] have the layout the kernel reads, and this CPU has the fast kernel.
+def takes(blob: Tensor) -> bool:
+    """Whether packed weights, [N, K], have the layout the kernel reads, and this CPU has the fast kernel.
 
     Cost: one pass over the weights with two rows, by either.
     """
-    if dtype != torch.bfloat16 or in_features % 2 or supported_isas()[0] != FAST_ISA:
+    out_features, in_features = blob.shape
+    if blob.dtype != torch.bfloat16 or in_features % 2 or supported_isas()[0] != FAST_ISA:
         return False
     panels = (out_features + PANEL - 1) // PANEL
     if torch.ops.mkldnn._nbytes(blob) != 2 * panels * PANEL * in_features:
         return False
     _native.use_openmp()
-    x_MK = torch.randn(2, in_features, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x_MK = torch.randn(2, in_features, generator=torch.Generator().manual_seed(1)).to(blob.dtype)
     wanted = _linear_pointwise(x_MK, blob, None, "none", [], "").float()
     seen = skinny_linear(x_MK, blob, None, out_features).float()
     return bool((seen - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
@@ -63,9 +65,7 @@ def skinny_linear(x: Tensor, blob: Tensor, bias: Tensor | None, out_features: in
 
 @torch.library.impl(_LIBRARY, "skinny_linear", "CPU")
 def _skinny_linear_plain(x: Tensor, blob: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    raise NotImplementedError(
-        "numadist::skinny_linear reads packed weights: torch.ops.mkldnn._reorder_linear_weight"
-    )
+    raise NativeError("numadist::skinny_linear reads packed weights: torch.ops.mkldnn._reorder_linear_weight")
 
 
 @torch.library.impl(_LIBRARY, "skinny_linear", "MkldnnCPU")

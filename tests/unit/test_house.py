@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "costmodel": BASE | {"_native", "_syscalls", "topology", "binding", "memory", "torch"},
     "shard": BASE | {"_native", "topology", "binding", "memory", "costmodel", "kernels", "torch"},
     "plan": BASE | {"_native", "topology", "comm", "torch"},
-    "generate": BASE | {"_native", "topology", "memory", "shard", "plan", "models", "torch"},
+    "generate": BASE | {"_native", "topology", "memory", "kernels", "shard", "plan", "models", "torch"},
     "models": BASE | {"torch"},
     "tune": BASE | {"topology", "generate", "plan", "models", "torch"},
     "simulate": BASE | {"costmodel", "shard", "models", "torch"},
