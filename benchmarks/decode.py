@@ -1,15 +1,17 @@
-"""Tokens per second of decoding at a context, ranks against one process, in turn.
+"""Tokens per second of decoding at a context, ranks against what runs in one process, in turn.
 
     numarun --nproc-per-socket 2 benchmarks/decode.py --model gpt2 smollm2 --batch 1 8
-    numarun --nproc-per-socket 2 benchmarks/decode.py --json decode.json
+    numarun --nproc-per-socket 2 benchmarks/decode.py --llama-python VENV/bin/python --json decode.json
 
-Ours: numadist.Generator(compile=True), one rank per group of cores. Against it, on all the same cores in one process:
-Hugging Face's model with StaticCache, torch.compile and freezing, its own step in a loop as tight as it gets. Both
-hold `context` tokens when a round begins and decode `tokens` more; rounds alternate, and ratios are taken inside a
-round. A row of OpenVINO or llama.cpp needs those packages and is not measured here.
+Ours: numadist.Generator(compile=True), one rank per group of cores. Against it, each in one process on all the same
+cores: Hugging Face's model with StaticCache, torch.compile and freezing; OpenVINO with a stateful model; llama.cpp.
+All hold `context` tokens when a round begins and decode `tokens` more, greedily, in a loop as tight as it gets. Rounds
+run the systems in turn, each round starting with another one, and ratios are taken inside a round. A peer that is not
+installed is named and left out. llama.cpp may live in an interpreter of its own.
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
@@ -17,6 +19,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -26,11 +29,18 @@ import torch.distributed as dist
 import numadist
 from numadist import models
 from numadist.compare import noise
+from numadist.compare.statistics import Timing, ratio
 from numadist.config import config
 from numadist.topology.cpuset import format_list, parse_list
 
-BASELINE = Path(__file__).with_name("decode_one_process.py")
-README = Path(__file__).parents[1] / "README.md"
+FOLDER = Path(__file__).parent
+README = FOLDER.parent / "README.md"
+OURS = "numadist"
+SCRIPTS = {
+    "torch.compile": "decode_one_process.py",
+    "OpenVINO": "decode_openvino.py",
+    "llama.cpp": "decode_llama_cpp.py",
+}
 
 
 def main() -> None:
@@ -63,6 +73,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32, help="decoded in a round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--peers", nargs="*", default=list(SCRIPTS), choices=SCRIPTS)
+    parser.add_argument(
+        "--llama-python",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="an interpreter that has llama-cpp-python, default this one",
+    )
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
@@ -78,31 +95,38 @@ def measure_model(name: str, options, cpus: list[int]) -> list[dict]:
     for batch in options.batch:
         prompts = contexts(name, vocabulary, batch, options.context)
         decode(generator, prompts, options)  # compiles
-        baseline = OneProcess(name, prompts, options, cpus) if dist.get_rank() == 0 else None
-        if baseline is not None:
-            print(
-                f"{name}, batch {batch}: both are compiled, {options.rounds} rounds follow", file=sys.stderr
-            )
-        ours, theirs = [], []
-        pids = [None] * dist.get_world_size()
-        dist.all_gather_object(pids, os.getpid())
-        pids += [baseline.process.pid] if baseline is not None else []
-        before, own_s, begin = noise.usage(), noise.process_cpu_s(pids), time.monotonic()
-        for _ in range(options.rounds):
-            dist.barrier()
-            ours.append(decode(generator, prompts, options))
-            if baseline is not None:
-                theirs.append(baseline.decode())
-        own_s, wall_s = noise.process_cpu_s(pids) - own_s, time.monotonic() - begin
-        foreign = noise.between(before, noise.usage(), own_s, wall_s, os.cpu_count() or 1).foreign_cores
-        if baseline is not None:
-            baseline.close()
-            rows.append(row(name, batch, ours, theirs, baseline.tokens, generator, prompts, options))
-            rows[-1]["foreign_cores"] = foreign
-            print(line(rows[-1]), flush=True)
-        else:
-            generator.generate(prompts.tolist(), max_new_tokens=options.tokens, eos_token_id=())
+        peers = start_peers(name, prompts, options, cpus) if dist.get_rank() == 0 else {}
+        times, foreign = measure_rounds(generator, prompts, options, peers)
+        answer = generator.generate(prompts.tolist(), max_new_tokens=options.tokens, eos_token_id=())
+        for peer in peers.values():
+            peer.close()
+        if dist.get_rank() == 0:
+            our_tokens = [a[options.context :] for a in answer]
+            rows += rows_of(name, batch, times, our_tokens, peers, foreign)
+            print("\n".join(map(line, rows[-len(times) :])), flush=True)
     return rows
+
+
+def measure_rounds(
+    generator: numadist.Generator, prompts: torch.Tensor, options, peers: "dict[str, Peer]"
+) -> tuple[dict[str, list[float]], float]:
+    """Seconds of a step by system and round, and the cores that other work kept busy meanwhile."""
+    names = [OURS, *peers]
+    pids = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    pids += [peer.process.pid for peer in peers.values()]
+    before, own_s, begin = noise.usage(), noise.process_cpu_s(pids), time.monotonic()
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(options.rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            if name == OURS:
+                dist.barrier()
+                times[name].append(decode(generator, prompts, options))
+            else:
+                times[name].append(peers[name].decode())
+    own_s, wall_s = noise.process_cpu_s(pids) - own_s, time.monotonic() - begin
+    return times, noise.between(before, noise.usage(), own_s, wall_s, os.cpu_count() or 1).foreign_cores
 
 
 def contexts(name: str, vocabulary: int, batch: int, length: int) -> torch.Tensor:
@@ -126,21 +150,75 @@ def decode(generator: numadist.Generator, prompts: torch.Tensor, options) -> flo
     return statistics.median(b - a for a, b in itertools.pairwise(times)) if times else 0.0
 
 
-class OneProcess:
-    """The baseline on the same cores, in a process of its own; rank 0 talks to it by lines."""
+def start_peers(name: str, prompts: torch.Tensor, options, cpus: list[int]) -> "dict[str, Peer]":
+    """Those that are installed and run this model, warm; the others are named on stderr."""
+    setting = {"model": name, "dtype": options.dtype, "cpus": cpus, "tokens": options.tokens}
+    setting["prompts"] = prompts.tolist()
+    peers = {}
+    for system in options.peers:
+        begin = time.monotonic()
+        try:
+            with tempfile.TemporaryDirectory(prefix="numadist-") as folder:
+                python = interpreter(system, options)
+                if system == "llama.cpp":
+                    setting["gguf"] = gguf_file(name, options.dtype, Path(folder), python)
+                peers[system] = Peer(python, FOLDER / SCRIPTS[system], setting)
+        except PeerMissing as missing:
+            print(f"{name}, batch {len(prompts)}: no row of {system}: {missing}", file=sys.stderr)
+            continue
+        took_s = time.monotonic() - begin
+        print(f"{name}, batch {len(prompts)}: {system} ready after {took_s:.0f} s", file=sys.stderr)
+    return peers
 
-    def __init__(self, name: str, prompts: torch.Tensor, options, cpus: list[int]):
-        setting = {"model": name, "dtype": options.dtype, "cpus": cpus, "tokens": options.tokens}
+
+class PeerMissing(Exception):
+    """Why a system has no row."""
+
+
+def interpreter(system: str, options) -> str:
+    """The Python a peer runs in. Raises: PeerMissing."""
+    if system == "OpenVINO" and importlib.util.find_spec("openvino") is None:
+        raise PeerMissing("not installed: pip install openvino")
+    if system != "llama.cpp":
+        return sys.executable
+    if subprocess.run([options.llama_python, "-c", "import llama_cpp"], capture_output=True).returncode:
+        raise PeerMissing(
+            f"{options.llama_python} has no llama-cpp-python; name one that has by --llama-python"
+        )
+    return options.llama_python
+
+
+def gguf_file(name: str, dtype: str, folder: Path, python: str) -> str:
+    """A file with the same weights in the same precision. Raises: PeerMissing."""
+    from decode_gguf import write
+
+    path = write(name, dtype, folder, python, FOLDER / SCRIPTS["llama.cpp"])
+    if path is None:
+        raise PeerMissing(f"this benchmark writes no GGUF of {name} in {dtype}")
+    return str(path)
+
+
+class Peer:
+    """A system on the same cores, in a process of its own; rank 0 talks to it by lines (decode_protocol.py)."""
+
+    def __init__(self, python: str, script: Path, setting: dict):
         # numarun's threads and places are those of one rank.
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KMP_", "NUMADIST_"))}
         self.process = subprocess.Popen(
-            [sys.executable, str(BASELINE)],
+            [
+                sys.executable,
+                str(FOLDER / "decode_peer.py"),
+                format_list(setting["cpus"]),
+                python,
+                str(script),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
         )
-        self.tokens = self._ask({**setting, "prompts": prompts.tolist()})["tokens"]
+        ready = self._ask(setting)
+        self.tokens, self.precision = ready["tokens"], ready["precision"]
         self.decode()
 
     def decode(self) -> float:
@@ -149,56 +227,57 @@ class OneProcess:
     def _ask(self, question: dict) -> dict:
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise PeerMissing(f"it ended with exit code {self.process.wait()}; its own output has the reason")
+        return json.loads(answer)
 
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait()
 
 
-def row(name, batch, ours, theirs, their_tokens, generator, prompts, options) -> dict:
-    answer = generator.generate(prompts.tolist(), max_new_tokens=options.tokens, eos_token_id=())
-    our_tokens = [a[options.context :] for a in answer]
-    same = sum(
-        a == b for x, y in zip(our_tokens, their_tokens, strict=True) for a, b in zip(x, y, strict=True)
-    )
-    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-    return {
-        "model": name,
-        "batch": batch,
-        "ours_ms": [1e3 * s for s in ours],
-        "one_process_ms": [1e3 * s for s in theirs],
-        "ours_tokens_per_s": batch / statistics.median(ours),
-        "one_process_tokens_per_s": batch / statistics.median(theirs),
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "same_tokens": same / (batch * options.tokens),
-    }
+def rows_of(
+    name: str,
+    batch: int,
+    times: dict[str, list[float]],
+    our_tokens: list[list[int]],
+    peers: dict[str, Peer],
+    foreign: float,
+) -> list[dict]:
+    """One a system. ratio: its time over ours, above 1 where ours is faster; interval of the median."""
+    rows = []
+    for system, seconds in times.items():
+        speed = ratio(Timing(seconds), Timing(times[OURS]))
+        row = {"model": name, "batch": batch, "system": system, "step_ms": [1e3 * s for s in seconds]}
+        row |= {"tokens_per_s": batch / statistics.median(seconds), "foreign_cores": foreign}
+        row |= {"ratio": speed.median, "ratio_interval": [speed.low, speed.high], "verdict": speed.verdict}
+        if system != OURS:
+            pairs = [zip(x, y, strict=True) for x, y in zip(our_tokens, peers[system].tokens, strict=True)]
+            row["same_tokens"] = statistics.fmean(a == b for pair in pairs for a, b in pair)
+            row["precision"] = peers[system].precision
+        rows.append(row)
+    return rows
 
 
 def line(row: dict) -> str:
-    def spread(ms: list[float]) -> str:
-        return f"{statistics.median(ms):6.1f} [{min(ms):.1f}-{max(ms):.1f}]"
-
-    return (
-        f"{row['model']:<12}{row['batch']:>5}  {spread(row['ours_ms']):<22}{row['ours_tokens_per_s']:>7.1f}  "
-        f"{spread(row['one_process_ms']):<22}{row['one_process_tokens_per_s']:>7.1f}  "
-        f"{row['ratio']:.2f} [{row['ratio_min']:.2f}-{row['ratio_max']:.2f}]  {row['same_tokens']:.0%}"
-        + (
-            f"  noisy: {row['foreign_cores']:.1f} cores busy with other work"
-            if row["foreign_cores"] > 0.2
-            else ""
+    ms = row["step_ms"]
+    text = f"{row['model']:<9}{row['batch']:>5}  {row['system']:<14}{statistics.median(ms):>7.1f} "
+    text += f"{f'[{min(ms):.1f}-{max(ms):.1f}]':<14}{row['tokens_per_s']:>7.1f}"
+    if row["system"] != OURS:
+        low, high = row["ratio_interval"]
+        text += (
+            f"   {row['ratio']:.2f} [{low:.2f}-{high:.2f}] ours {row['verdict']:<7}{row['same_tokens']:>5.0%}"
         )
-    )
+        text += f"  {row['precision']}"
+    elif row["foreign_cores"] > 0.2:
+        text += f"   noisy: {row['foreign_cores']:.1f} cores busy with other work"
+    return text
 
 
 def table(rows: list[dict]) -> list[str]:
-    header = (
-        f"{'model':<12}{'batch':>5}  {'ours ms/step':<22}{'tok/s':>7}  {'one process ms/step':<22}{'tok/s':>7}  "
-        "ratio  same tokens"
-    )
-    return ["", header, *map(line, rows)]
+    header = f"{'model':<9}{'batch':>5}  {'system':<14}{'ms a step':>9} {'[range]':<12}{'tok/s':>7}"
+    return ["", f"{header}   its time / ours [95 %]   same tokens, precision", *map(line, rows)]
 
 
 if __name__ == "__main__":
