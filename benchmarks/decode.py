@@ -11,6 +11,7 @@ installed is named and left out. llama.cpp may live in an interpreter of its own
 """
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -225,9 +226,11 @@ class Peer:
         return self._ask({})["step_s"]
 
     def _ask(self, question: dict) -> dict:
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
+        answer = ""
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
         if not answer:
             raise PeerMissing(f"it ended with exit code {self.process.wait()}; its own output has the reason")
         return json.loads(answer)
