@@ -67,7 +67,7 @@ def _num_domains(trial: PlanPair) -> int:
     """Last-level caches under the largest rank."""
     tree = build_tree(read_machine())
     llc = next((d for d, kind in enumerate(tree.kinds) if "Llc" in kind), 0)
-    _, cpus = max(((len(part.cpus), part.cpus) for part in trial.prefill.ranks))
+    _, cpus = max((len(part.cpus), part.cpus) for part in trial.prefill.ranks)
     return max(1, sum(bool(set(cpus) & set(node.cpus)) for node in tree.level(llc)))
 
 
