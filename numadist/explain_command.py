@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--auto",
         nargs="?",
-        const="",
+        const=True,  # a string would have to be one of the choices
         choices=list(PRESETS),
         metavar="MACHINE",
         help="show what ranks='auto', blocks='auto' chooses: on this machine (`numadist profile`), or one of "
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     profile = None
     if options.auto is not None:
-        profile = PRESETS[options.auto] if options.auto else kept_profile()
+        profile = kept_profile() if options.auto is True else PRESETS[options.auto]
     model, inputs = models.workload(options.model, options.batch, options.seq)
     print(explain(model, inputs, options.ranks, profile=profile))
     return 0

@@ -143,3 +143,14 @@ def test_one_rank_has_no_sums(gm):
     work = work_of(gm, build_schema(gm, 1))
     assert work.reductions == ()
     assert sharded_s(work, CASCADE_LAKE, NUMADIST) > 0
+
+
+def test_explain_auto_without_a_machine_takes_the_kept_profile(tmp_path, monkeypatch, capsys):
+    from numadist import explain_command
+    from numadist.costmodel.measure import cache_file, save_atomically
+
+    pytest.importorskip("transformers", reason="needs the extra `models`")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_atomically(replace(CASCADE_LAKE, name="kept here"), cache_file())
+    assert explain_command.main(["gpt2-tiny", "--auto"]) == 0
+    assert "kept here" in capsys.readouterr().out
