@@ -47,7 +47,7 @@ class Options:
     allowed_cpus: tuple[int, ...] | None = None
     allowed_mems: tuple[int, ...] | None = None
     env: tuple[tuple[str, str], ...] = ()
-    omp_auto: bool = False  # `--omp-threads auto` wins over OMP_NUM_THREADS in the environment
+    omp_auto: bool = False  # `--omp-threads auto`, or a plan: wins over OMP_NUM_THREADS in the environment
     omp_bind: str = "none"
     preload: str | None = None
     plan: str | None = None
@@ -203,7 +203,7 @@ def parse(argv: Sequence[str]) -> Options:
         },
         allowed_cpus=_number_list("--allowed-cpus", values["allowed_cpus"]),
         allowed_mems=_number_list("--allowed-mems", values["allowed_mems"]),
-        omp_auto=values["omp_threads"] == "auto",
+        omp_auto=(values["omp_threads"] or ("auto" if values["plan"] else None)) == "auto",
         env=tuple(_assignment(text) for text in values["env"]),
         nnodes=_integer("--nnodes", values["nnodes"], 1),
         node_rank=_integer("--node-rank", values["node_rank"], 0),

@@ -29,7 +29,11 @@ def plan_file(tmp_path):
     return write
 
 
-def test_ranks_are_those_of_the_plan(plan_file, capsys):
+@pytest.mark.parametrize("inherited", [None, "1"])
+def test_ranks_are_those_of_the_plan(plan_file, capsys, monkeypatch, inherited):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if inherited:
+        monkeypatch.setenv("OMP_NUM_THREADS", inherited)
     path, cpus = plan_file(1)
     assert main(["--plan", path, "--dry-run", "--json"]) == 0
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
