@@ -65,9 +65,6 @@ def check_architectures(rank, world):
 
 
 def test_every_architecture_equals_the_unsharded_one(group):
-    """On both backends; three ranks split differently, which tests/unit/shard/test_zoo.py covers for up to four."""
-    if group.world > 2:
-        return
     for errors in group.run(check_architectures):
         assert len(errors) >= 18
         assert max(errors.values()) < 1e-5, errors
