@@ -50,16 +50,7 @@ bool is_valid(const NdAttention& a) {
 }  // namespace
 }  // namespace nd
 
-int nd_attention_runs(void) {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512bf16");
-#else
-  return 0;
-#endif
-}
+int nd_attention_runs(void) { return strcmp(nd_isa_name(0), "avx512_bf16") == 0; }
 
 size_t nd_attention_scratch(const NdAttention* a) {
   return 2 * size_t(a->batch) * a->kv_heads * nd::packed_bytes(*a);
