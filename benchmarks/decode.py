@@ -30,13 +30,16 @@ import torch.distributed as dist
 import numadist
 from numadist import models
 from numadist.compare import noise
+from numadist.compare.gguf_file import write_gguf
 from numadist.compare.statistics import Timing, ratio
+from numadist.compare.variants import CannotRun
 from numadist.config import config
 from numadist.topology.cpuset import format_list, parse_list
 
 FOLDER = Path(__file__).parent
 README = FOLDER.parent / "README.md"
 OURS = "numadist"
+OURS_INT8 = "numadist int8"
 SCRIPTS = {
     "torch.compile": "decode_one_process.py",
     "OpenVINO": "decode_openvino.py",
@@ -74,6 +77,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32, help="decoded in a round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--int8", action="store_true", help="a row of ours with int8 weights as well")
     parser.add_argument("--peers", nargs="*", default=list(SCRIPTS), choices=SCRIPTS)
     parser.add_argument(
         "--llama-python",
@@ -89,30 +93,46 @@ def measure_model(name: str, options, cpus: list[int]) -> list[dict]:
     """Rows of one model; empty on the ranks that only work."""
     model = models.build(name, getattr(torch, options.dtype))
     vocabulary = model.config.vocab_size
-    longest = options.context + options.tokens + 2
-    generator = numadist.Generator(model, max_batch_size=max(options.batch), max_length=longest, compile=True)
+    generators = {OURS: make_generator(model, options, None)}
+    if options.int8:
+        model = models.build(name, getattr(torch, options.dtype))
+        generators[OURS_INT8] = make_generator(model, options, "int8")
     del model
     rows = []
     for batch in options.batch:
         prompts = contexts(name, vocabulary, batch, options.context)
-        decode(generator, prompts, options)  # compiles
+        for generator in generators.values():
+            decode(generator, prompts, options)  # compiles
         peers = start_peers(name, prompts, options, cpus) if dist.get_rank() == 0 else {}
-        times, foreign = measure_rounds(generator, prompts, options, peers)
-        answer = generator.generate(prompts.tolist(), max_new_tokens=options.tokens, eos_token_id=())
-        for peer in peers.values():
+        times, foreign = measure_rounds(generators, prompts, options, peers)
+        answers = {
+            system: (answer(generator, prompts, options), "int8 weights" if system == OURS_INT8 else "")
+            for system, generator in generators.items()
+        }
+        for system, peer in peers.items():
+            answers[system] = (peer.tokens, peer.precision)
             peer.close()
         if dist.get_rank() == 0:
-            our_tokens = [a[options.context :] for a in answer]
-            rows += rows_of(name, batch, times, our_tokens, peers, foreign)
+            rows += rows_of(name, batch, times, answers, foreign)
             print("\n".join(map(line, rows[-len(times) :])), flush=True)
     return rows
 
 
+def make_generator(model: torch.nn.Module, options, quantization: str | None) -> numadist.Generator:
+    return numadist.Generator(
+        model,
+        max_batch_size=max(options.batch),
+        max_length=options.context + options.tokens + 2,
+        compile=True,
+        quantization=quantization,
+    )
+
+
 def measure_rounds(
-    generator: numadist.Generator, prompts: torch.Tensor, options, peers: "dict[str, Peer]"
+    generators: dict[str, numadist.Generator], prompts: torch.Tensor, options, peers: "dict[str, Peer]"
 ) -> tuple[dict[str, list[float]], float]:
     """Seconds of a step by system and round, and the cores that other work kept busy meanwhile."""
-    names = [OURS, *peers]
+    names = [*generators, *peers]
     pids = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     pids += [peer.process.pid for peer in peers.values()]
@@ -121,9 +141,9 @@ def measure_rounds(
     for number in range(options.rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            if name == OURS:
+            if name in generators:
                 dist.barrier()
-                times[name].append(decode(generator, prompts, options))
+                times[name].append(decode(generators[name], prompts, options))
             else:
                 times[name].append(peers[name].decode())
     own_s, wall_s = noise.process_cpu_s(pids) - own_s, time.monotonic() - begin
@@ -151,6 +171,12 @@ def decode(generator: numadist.Generator, prompts: torch.Tensor, options) -> flo
     return statistics.median(b - a for a, b in itertools.pairwise(times)) if times else 0.0
 
 
+def answer(generator: numadist.Generator, prompts: torch.Tensor, options) -> list[list[int]]:
+    """The new tokens of every row."""
+    rows = generator.generate(prompts.tolist(), max_new_tokens=options.tokens, eos_token_id=())
+    return [row[options.context :] for row in rows]
+
+
 def start_peers(name: str, prompts: torch.Tensor, options, cpus: list[int]) -> "dict[str, Peer]":
     """Those that are installed and run this model, warm; the others are named on stderr."""
     setting = {"model": name, "dtype": options.dtype, "cpus": cpus, "tokens": options.tokens}
@@ -162,7 +188,7 @@ def start_peers(name: str, prompts: torch.Tensor, options, cpus: list[int]) -> "
             with tempfile.TemporaryDirectory(prefix="numadist-") as folder:
                 python = interpreter(system, options)
                 if system == "llama.cpp":
-                    setting["gguf"] = gguf_file(name, options.dtype, Path(folder), python)
+                    setting["gguf"] = gguf_file(name, options.dtype, Path(folder))
                 peers[system] = Peer(python, FOLDER / SCRIPTS[system], setting)
         except PeerMissing as missing:
             print(f"{name}, batch {len(prompts)}: no row of {system}: {missing}", file=sys.stderr)
@@ -189,13 +215,13 @@ def interpreter(system: str, options) -> str:
     return options.llama_python
 
 
-def gguf_file(name: str, dtype: str, folder: Path, python: str) -> str:
+def gguf_file(name: str, dtype: str, folder: Path) -> str:
     """A file with the same weights in the same precision. Raises: PeerMissing."""
-    from decode_gguf import write
-
-    path = write(name, dtype, folder, python, FOLDER / SCRIPTS["llama.cpp"])
-    if path is None:
-        raise PeerMissing(f"this benchmark writes no GGUF of {name} in {dtype}")
+    path = folder / f"{name}.gguf"
+    try:
+        write_gguf(models.build(name, getattr(torch, dtype)), path)
+    except CannotRun as limit:
+        raise PeerMissing(str(limit)) from None
     return str(path)
 
 
@@ -244,11 +270,12 @@ def rows_of(
     name: str,
     batch: int,
     times: dict[str, list[float]],
-    our_tokens: list[list[int]],
-    peers: dict[str, Peer],
+    answers: dict[str, tuple[list[list[int]], str]],
     foreign: float,
 ) -> list[dict]:
-    """One a system. ratio: its time over ours, above 1 where ours is faster; interval of the median."""
+    """One a system. answers: new tokens and precision. ratio: its time over ours, above 1 where ours is faster;
+    interval of the median.
+    """
     rows = []
     for system, seconds in times.items():
         speed = ratio(Timing(seconds), Timing(times[OURS]))
@@ -256,9 +283,9 @@ def rows_of(
         row |= {"tokens_per_s": batch / statistics.median(seconds), "foreign_cores": foreign}
         row |= {"ratio": speed.median, "ratio_interval": [speed.low, speed.high], "verdict": speed.verdict}
         if system != OURS:
-            pairs = [zip(x, y, strict=True) for x, y in zip(our_tokens, peers[system].tokens, strict=True)]
+            tokens, row["precision"] = answers[system]
+            pairs = [zip(x, y, strict=True) for x, y in zip(answers[OURS][0], tokens, strict=True)]
             row["same_tokens"] = statistics.fmean(a == b for pair in pairs for a, b in pair)
-            row["precision"] = peers[system].precision
         rows.append(row)
     return rows
 

@@ -1,4 +1,4 @@
-// Attention of a prefill in bf16: the choice of ISA, and the work of all threads.
+// Attention in bf16, of prompts and of single queries: the choice of ISA, and the work of all threads.
 #include <errno.h>
 #include <math.h>
 #include <string.h>
@@ -15,7 +15,14 @@ namespace nd {
 namespace {
 
 constexpr int kQueryBlock = 48, kKeyBlock = 64, kMaxHeadDim = 256;
+// Keys of a single query that one thread takes at least; of more than kMaxRanges times as many it takes more.
+constexpr int kRange = 256, kMaxRanges = 64;
 constexpr float kLog2E = 1.44269504f;
+
+struct Attention : NdAttention {
+  const void *q, *k, *v, *mask;
+  void *out, *scratch;
+};
 
 constexpr int blocks_of(int size, int block) { return (size + block - 1) / block; }
 
@@ -31,6 +38,7 @@ ptrdiff_t offset(const ptrdiff_t stride[3], int batch, int head, int row) {
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 namespace avx512_bf16 {
 #include "attention.h"
+#include "attention_one.h"
 }  // namespace avx512_bf16
 #pragma GCC diagnostic pop
 #pragma GCC pop_options
@@ -41,27 +49,16 @@ size_t packed_bytes(const NdAttention& a) {
   return size_t(blocks_of(a.keys, kKeyBlock)) * kKeyBlock * a.head_dim * sizeof(uint16_t);
 }
 
+int ranges_of(const NdAttention& a) { return std::min(kMaxRanges, blocks_of(a.keys, kRange)); }
+
 bool is_valid(const NdAttention& a) {
   return a.batch > 0 && a.queries > 0 && a.keys > 0 && a.kv_heads > 0 && a.heads % a.kv_heads == 0 &&
          a.head_dim > 0 && a.head_dim <= kMaxHeadDim && a.head_dim % 32 == 0 && a.mask_kind >= ND_MASK_NONE &&
-         a.mask_kind <= ND_MASK_F32 && (a.mask_kind == ND_MASK_NONE) == (a.mask == nullptr);
+         a.mask_kind <= ND_MASK_F32;
 }
 
-}  // namespace
-}  // namespace nd
-
-int nd_attention_runs(void) { return strcmp(nd_isa_name(0), "avx512_bf16") == 0; }
-
-size_t nd_attention_scratch(const NdAttention* a) {
-  return 2 * size_t(a->batch) * a->kv_heads * nd::packed_bytes(*a);
-}
-
-int nd_attention(const NdAttention* attention) {
-  using namespace nd;
-  const NdAttention& a = *attention;
-  if (!is_valid(a)) return -EINVAL;
-  if (!nd_attention_runs()) return -EOPNOTSUPP;
 #if defined(__x86_64__)
+void attend_prompt(const Attention& a) {
   const size_t per_head = packed_bytes(a);
   const auto keys_of = [&](int head) { return (uint16_t*)((char*)a.scratch + 2 * head * per_head); };
   const auto values_of = [&](int head) { return (uint16_t*)((char*)keys_of(head) + per_head); };
@@ -86,6 +83,44 @@ int nd_attention(const NdAttention* attention) {
     avx512_bf16::attend(a, batch, own, begin, std::min(kQueryBlock, a.queries - begin), keys_of(kv),
                         values_of(kv));
   });
+}
+
+// Threads share out the KV heads and, of long contexts, ranges of their keys.
+void attend_single(const Attention& a) {
+  const int end = a.causal ? 1 : a.keys, ranges = ranges_of(a), heads = a.batch * a.kv_heads;
+  const int range = blocks_of(blocks_of(a.keys, ranges), kKeyBlock) * kKeyBlock;
+  for_each_item(heads * ranges, [&](int item) {
+    const int head = item / ranges, r = item % ranges, begin = std::min(end, r * range);
+    avx512_bf16::attend_range(a, head / a.kv_heads, head % a.kv_heads, r, ranges, begin,
+                              std::min(end, begin + range));
+  });
+  for_each_item(a.batch * a.heads,
+                [&](int item) { avx512_bf16::merge_ranges(a, item / a.heads, item % a.heads, ranges); });
+}
+#endif
+
+}  // namespace
+}  // namespace nd
+
+int nd_attention_runs(void) { return strcmp(nd_isa_name(0), "avx512_bf16") == 0; }
+
+size_t nd_attention_scratch(const NdAttention* sizes) {
+  const NdAttention& a = *sizes;
+  if (a.queries == 1) return size_t(a.batch) * a.heads * nd::ranges_of(a) * (2 + a.head_dim) * sizeof(float);
+  return 2 * size_t(a.batch) * a.kv_heads * nd::packed_bytes(a);
+}
+
+int nd_attention(const NdAttention* sizes, const void* q, const void* k, const void* v, const void* mask,
+                 void* out, void* scratch) {
+  using namespace nd;
+  const Attention a = {*sizes, q, k, v, mask, out, scratch};
+  if (!is_valid(a) || (a.mask_kind == ND_MASK_NONE) != (mask == nullptr)) return -EINVAL;
+  if (!nd_attention_runs()) return -EOPNOTSUPP;
+#if defined(__x86_64__)
+  if (a.queries == 1)
+    attend_single(a);
+  else
+    attend_prompt(a);
 #endif
   return 0;
 }

@@ -147,7 +147,7 @@ inline __mmask16 first(int count, int at) {
 }
 
 // One row of scores, in base 2, for 16 keys from `at` on; hidden keys become -inf.
-inline Zmm masked(Zmm scores, const NdAttention& a, const char* mask_row, int at, int visible) {
+inline Zmm masked(Zmm scores, const Attention& a, const char* mask_row, int at, int visible) {
   const __mmask16 inside = first(visible, at);
   __mmask16 seen = inside;
   if (a.mask_kind == ND_MASK_BOOL) {
@@ -186,7 +186,7 @@ struct QueryBlock {
 };
 
 // Scores of one row to weights relative to its maximum so far. visible: keys it may see.
-inline void softmax_row(QueryBlock& b, int row, const NdAttention& a, const char* mask_row, int visible) {
+inline void softmax_row(QueryBlock& b, int row, const Attention& a, const char* mask_row, int visible) {
   const Zmm scale = _mm512_set1_ps(a.scale * kLog2E);
   Zmm s[kKeyBlock / 16], top = _mm512_set1_ps(-INFINITY);
   const bool all_seen = a.mask_kind == ND_MASK_NONE && visible >= kKeyBlock;
@@ -222,7 +222,7 @@ inline void advance(QueryBlock& b) {
   }
 }
 
-inline void write_rows(const QueryBlock& b, const NdAttention& a, int rows, uint16_t* out) {
+inline void write_rows(const QueryBlock& b, const Attention& a, int rows, uint16_t* out) {
   for (int i = 0; i < rows; ++i) {
     const Zmm factor = _mm512_set1_ps(b.sum[i] == 0 ? 0.0f : 1 / b.sum[i]);
     for (int d = 0; d < a.head_dim; d += 16) {
@@ -232,15 +232,18 @@ inline void write_rows(const QueryBlock& b, const NdAttention& a, int rows, uint
   }
 }
 
+// The mask of one query of one head from key `key` on, or nullptr.
+inline const char* mask_at(const Attention& a, int batch, int head, int query, int key) {
+  if (a.mask == nullptr) return nullptr;
+  const ptrdiff_t bytes = a.mask_kind == ND_MASK_F32 ? 4 : a.mask_kind == ND_MASK_BF16 ? 2 : 1;
+  return static_cast<const char*>(a.mask) + (offset(a.mask_stride, batch, head, query) + key) * bytes;
+}
+
 // Queries [begin, begin + rows) of one head; k and v packed.
-inline void attend(const NdAttention& a, int batch, int head, int begin, int rows, const uint16_t* k,
+inline void attend(const Attention& a, int batch, int head, int begin, int rows, const uint16_t* k,
                    const uint16_t* v) {
   static thread_local QueryBlock b;
   const auto* q = static_cast<const uint16_t*>(a.q) + offset(a.q_stride, batch, head, begin);
-  const size_t mask_bytes = a.mask_kind == ND_MASK_F32 ? 4 : a.mask_kind == ND_MASK_BF16 ? 2 : 1;
-  const ptrdiff_t mask_row = a.mask_stride[2] * mask_bytes;
-  const char* mask = static_cast<const char*>(a.mask);
-  if (mask != nullptr) mask += offset(a.mask_stride, batch, head, begin) * ptrdiff_t(mask_bytes);
   for (int i = 0; i < kQueryBlock; ++i) {  // rows past the last are carried along, and never written
     b.highest[i] = b.now_highest[i] = -INFINITY;
     b.sum[i] = b.now_sum[i] = 0;
@@ -249,13 +252,14 @@ inline void attend(const NdAttention& a, int batch, int head, int begin, int row
   const int end = a.causal ? std::min(a.keys, begin + rows) : a.keys;
   for (int key = 0; key < end; key += kKeyBlock) {
     const int keys = std::min(kKeyBlock, a.keys - key);
-    const char* here = mask == nullptr ? nullptr : mask + key * mask_bytes;
-    if (a.mask_kind == ND_MASK_BOOL && hides_all(here, mask_row, rows, keys)) continue;
+    if (a.mask_kind == ND_MASK_BOOL &&
+        hides_all(mask_at(a, batch, head, begin, key), a.mask_stride[2], rows, keys))
+      continue;
     multiply(rows, kKeyBlock, q, a.q_stride[2], k + ptrdiff_t(key) * a.head_dim, a.head_dim / 2, b.scores[0],
              kKeyBlock, nullptr);
     for (int i = 0; i < rows; ++i) {
       const int visible = a.causal ? std::min(keys, begin + i + 1 - key) : keys;
-      softmax_row(b, i, a, here + i * mask_row, visible);
+      softmax_row(b, i, a, mask_at(a, batch, head, begin + i, key), visible);
     }
     advance(b);
     multiply(rows, a.head_dim, b.weights[0], kKeyBlock, v + ptrdiff_t(key) * a.head_dim, kKeyBlock / 2,

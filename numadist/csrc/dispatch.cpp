@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "bf16.h"
 #include "kernels.h"
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -29,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 8
+#define ND_ABI_VERSION 9
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_HISTORY 16
@@ -339,20 +339,23 @@ ND_API int nd_team_form(int* threads, int* fresh);
 ND_API int nd_skinny_linear(int isa, const void* x, const void* blob, const void* bias, void* y, size_t rows,
                             size_t n, size_t k);
 
+/* The same on int8 weights with a scale a column: y = x * (scale * W)^T + bias, for any number of rows.
+ * scale: f32 [n]. blob: [ceil(n / 64)][k / 2][128] bytes of sign (the top bit) and magnitude; a group of 128
+ * holds inputs 2 i and 2 i + 1 of column c of a panel side by side, from byte
+ * c / 32 * 64 + c % 16 / 4 * 16 + c % 32 / 16 * 8 + c % 4 * 2. fast: by vectors, where nd_int8_linear_runs();
+ * else -EOPNOTSUPP. -EINVAL: an odd k. */
+#define ND_INT8_PANEL 64
+ND_API int nd_int8_linear_runs(void);
+ND_API int nd_int8_linear(int fast, const void* x, const void* blob, const float* scale, const void* bias,
+                          void* y, size_t rows, size_t n, size_t k);
+
 /* ==== attention ==== */
 
 typedef enum NdMask { ND_MASK_NONE = 0, ND_MASK_BOOL, ND_MASK_BF16, ND_MASK_F32 } NdMask;
 
-/* softmax(scale * q k^T + mask) v in bf16; products and softmax in f32, weights rounded to bf16. Strides are
- * in elements, of batch, head and row; a row's elements lie side by side. Query head h reads KV head h /
- * (heads / kv_heads). A query that sees no key gives zeros. */
+/* Sizes of a call. Strides are in elements, of batch, head and row; a row's elements lie side by side. Query
+ * head h reads KV head h / (heads / kv_heads). */
 typedef struct NdAttention {
-  const void* q;    /* [batch, heads, queries, head_dim] */
-  const void* k;    /* [batch, kv_heads, keys, head_dim] */
-  const void* v;    /* [batch, kv_heads, keys, head_dim] */
-  const void* mask; /* [batch, heads, queries, keys]: true where a query may look, or what is added */
-  void* out;        /* [batch, heads, queries, head_dim] */
-  void* scratch;    /* nd_attention_scratch bytes */
   ptrdiff_t q_stride[3], k_stride[3], v_stride[3], mask_stride[3], out_stride[3];
   int32_t batch, heads, kv_heads, queries, keys;
   int32_t head_dim;  /* a multiple of 32, at most 256 */
@@ -363,9 +366,14 @@ typedef struct NdAttention {
 
 /* 1 if this CPU has a kernel for it. */
 ND_API int nd_attention_runs(void);
-ND_API size_t nd_attention_scratch(const NdAttention* attention);
-/* -EINVAL for sizes it does not take, -EOPNOTSUPP without a kernel. */
-ND_API int nd_attention(const NdAttention* attention);
+ND_API size_t nd_attention_scratch(const NdAttention* sizes);
+/* out = softmax(scale * q k^T + mask) v in bf16; products and softmax in f32, the weights of more than one
+ * query rounded to bf16. q, out: [batch, heads, queries, head_dim]. k, v: [batch, kv_heads, keys, head_dim].
+ * mask: [batch, heads, queries, keys], true where a query may look, or what is added. A query that sees no
+ * key gives zeros. scratch: nd_attention_scratch bytes. -EINVAL for sizes it does not take, -EOPNOTSUPP
+ * without a kernel. */
+ND_API int nd_attention(const NdAttention* sizes, const void* q, const void* k, const void* v,
+                        const void* mask, void* out, void* scratch);
 
 #ifdef __cplusplus
 }

@@ -16,31 +16,14 @@ struct Plain {
   static void store(const T* acc, T* p, size_t n) { memcpy(p, acc, n * sizeof(T)); }
 };
 
-inline float float_of_bits(uint32_t bits) {
-  float f;
-  memcpy(&f, &bits, 4);
-  return f;
-}
-
-inline uint32_t bits_of_float(float f) {
-  uint32_t bits;
-  memcpy(&bits, &f, 4);
-  return bits;
-}
-
 struct Bf16 {
   using Elem = uint16_t;
   using Acc = float;
   static void load(const uint16_t* p, float* acc, size_t n) {
-    for (size_t i = 0; i < n; ++i) acc[i] = float_of_bits(static_cast<uint32_t>(p[i]) << 16);
+    for (size_t i = 0; i < n; ++i) acc[i] = float_of_bf16(p[i]);
   }
   static void store(const float* acc, uint16_t* p, size_t n) {
-    for (size_t i = 0; i < n; ++i) {
-      const uint32_t u = bits_of_float(acc[i]);
-      const uint32_t even = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-      const uint32_t nan = (u >> 16) | 0x40;  // rounding could carry a NaN over to zero
-      p[i] = static_cast<uint16_t>((u & 0x7fffffff) > 0x7f800000 ? nan : even);
-    }
+    for (size_t i = 0; i < n; ++i) p[i] = bf16_of_float(acc[i]);
   }
 };
 

@@ -2,6 +2,7 @@
 #include <errno.h>
 #include <string.h>
 
+#include "bf16.h"
 #include "team.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -19,19 +20,6 @@ struct SkinnyCall {
   uint16_t* y;           // [rows][n]
   size_t rows, n, k;
 };
-
-inline float float_of(uint32_t bits) {
-  float f;
-  memcpy(&f, &bits, 4);
-  return f;
-}
-
-inline uint16_t bf16_of(float f) {
-  uint32_t u;
-  memcpy(&u, &f, 4);
-  if ((u & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>((u >> 16) | 0x40);
-  return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
 
 namespace portable {
 #include "skinny.h"
@@ -75,20 +63,6 @@ PanelKernel find_kernel(const char* isa) {
   return portable::panel_rows;
 }
 
-struct Panels {
-  SkinnyCall call;
-  PanelKernel kernel;
-  size_t count;
-};
-
-// Every thread takes neighbouring panels: contiguous pages.
-void my_panels(void* data) {
-  const auto* work = static_cast<const Panels*>(data);
-  const size_t parts = static_cast<size_t>(num_threads()), part = static_cast<size_t>(thread_index());
-  const size_t end = work->count * (part + 1) / parts;
-  for (size_t panel = work->count * part / parts; panel < end; ++panel) work->kernel(work->call, panel);
-}
-
 }  // namespace
 }  // namespace nd
 
@@ -97,10 +71,14 @@ int nd_skinny_linear(int isa, const void* x, const void* blob, const void* bias,
   const char* name = nd_isa_name(isa);
   if (name == nullptr || rows > ND_SKINNY_ROWS || k % 2 != 0) return -EINVAL;
   if (rows == 0 || n == 0) return 0;
-  nd::Panels work = {{static_cast<const uint16_t*>(x), static_cast<const uint32_t*>(blob),
-                      static_cast<const uint16_t*>(bias), static_cast<uint16_t*>(y), rows, n, k},
-                     nd::find_kernel(name),
-                     (n + nd::kPanel - 1) / nd::kPanel};
-  nd::run_on_team(nd::my_panels, &work);
+  const nd::SkinnyCall call = {static_cast<const uint16_t*>(x),
+                               static_cast<const uint32_t*>(blob),
+                               static_cast<const uint16_t*>(bias),
+                               static_cast<uint16_t*>(y),
+                               rows,
+                               n,
+                               k};
+  const nd::PanelKernel kernel = nd::find_kernel(name);
+  nd::for_neighbours((n + nd::kPanel - 1) / nd::kPanel, [&](size_t panel) { kernel(call, panel); });
   return 0;
 }

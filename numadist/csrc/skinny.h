@@ -5,11 +5,11 @@
 inline __attribute__((always_inline)) void add_row(const uint16_t* row, const uint32_t* panel, size_t pairs,
                                                    float* acc) {
   for (size_t k = 0; k < pairs; ++k) {
-    const float even = float_of(static_cast<uint32_t>(row[2 * k]) << 16);
-    const float odd = float_of(static_cast<uint32_t>(row[2 * k + 1]) << 16);
+    const float even = float_of_bf16(row[2 * k]);
+    const float odd = float_of_bf16(row[2 * k + 1]);
     const uint32_t* w = panel + k * kPanel;
     for (size_t c = 0; c < kPanel; ++c)
-      acc[c] += even * float_of(w[c] << 16) + odd * float_of(w[c] & 0xffff0000);
+      acc[c] += even * float_of_bits(w[c] << 16) + odd * float_of_bits(w[c] & 0xffff0000);
   }
 }
 
@@ -21,6 +21,6 @@ inline void panel_rows(const SkinnyCall& call, size_t panel) {
     add_row(call.x + m * call.k, call.blob + panel * pairs * kPanel, pairs, acc);
     for (size_t c = 0; c < cols; ++c)
       call.y[m * call.n + first + c] =
-          bf16_of(acc[c] + (call.bias ? float_of(static_cast<uint32_t>(call.bias[first + c]) << 16) : 0));
+          bf16_of_float(acc[c] + (call.bias ? float_of_bf16(call.bias[first + c]) : 0));
   }
 }

@@ -14,6 +14,22 @@ void run_on_team(void (*body)(void*), void* data);
 int thread_index();
 int num_threads();
 
+// body(0) ... body(count - 1), each once; every thread takes neighbours, whose memory is neighbouring too.
+template <class Body>
+void for_neighbours(size_t count, const Body& body) {
+  struct Work {
+    const Body& body;
+    size_t count;
+  } work{body, count};
+  const auto run = [](void* arg) {
+    const Work& w = *static_cast<Work*>(arg);
+    const size_t parts = static_cast<size_t>(num_threads()), part = static_cast<size_t>(thread_index());
+    const size_t end = w.count * (part + 1) / parts;
+    for (size_t i = w.count * part / parts; i < end; ++i) w.body(i);
+  };
+  run_on_team(run, &work);
+}
+
 // body(0) ... body(count - 1), each once, on whichever thread is free; returns when all are done.
 template <class Body>
 void for_each_item(int count, const Body& body) {

@@ -16,6 +16,7 @@ from numadist.generate.runner import Runner
 from numadist.generate.sampling import Sampling
 from numadist.generate.step import StepGraph
 from numadist.generate.team import Team, team_of
+from numadist.kernels import int8
 from numadist.log import get_logger
 from numadist.shard.schema import Schema
 
@@ -36,6 +37,8 @@ class Generator:
     max_batch_size: rows that run at a time; more prompts wait their turn. max_length: tokens of a row, prompt and new
     ones together. Both fix the memory of the KV tensors. group, schema, weights: as numadist.shard takes them.
     compile: torch.compile the graphs, with weights packed once for reading prompts and for decoding.
+    quantization: "int8" decodes on int8 weights with a scale per output (weight-only), for compiled bf16 models.
+    Prompts are still read with the bf16 weights, so a rank holds 1.5 times the bytes.
     team, step: other ranks than those of a process group; the model captured before.
     Raises: GenerateError, ShardError for a model that cannot be captured.
     """
@@ -50,6 +53,7 @@ class Generator:
         schema: Schema | None = None,
         weights: str | Path | None = None,
         compile: bool = False,
+        quantization: str | None = None,
         team: Team | None = None,
         step: StepGraph | None = None,
     ):
@@ -71,6 +75,7 @@ class Generator:
             schema=schema,
             weights=weights,
             compile=compile,
+            int8=_wants_int8(model, quantization, compile),
             step=step,
         )
 
@@ -206,6 +211,22 @@ class Generator:
     def _pad_id(self, pad_token_id: int | None, stop_ids: frozenset[int]) -> int:
         own = getattr(self.defaults, "pad_token_id", None)
         return next((i for i in (pad_token_id, own, *sorted(stop_ids)) if i is not None), 0)
+
+
+def _wants_int8(model: torch.nn.Module, quantization: str | None, compile: bool) -> bool:
+    """Whether to quantize. Warns where this machine or the model cannot. Raises: GenerateError."""
+    if quantization is None:
+        return False
+    if quantization != "int8":
+        raise GenerateError(f"quantization must be 'int8' or None, got {quantization!r}")
+    if not compile:
+        raise GenerateError("quantization='int8' needs compile=True: it is a graph of its own for decoding")
+    if not int8.takes(2, next(model.parameters()).dtype):
+        log.warning(
+            "quantization='int8' is left out: it needs a bfloat16 model and a CPU with AVX512-BF16 and AVX512-VBMI"
+        )
+        return False
+    return True
 
 
 def _prompts(input_ids: Tensor | Sequence[Sequence[int]], attention_mask: Tensor | None) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Attention in the decode graph: fast for one query token."""
+"""Attention in the decode graph where `numadist::attention` does not take it: fast for one query token."""
 
 import torch
 from torch import Tensor

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from numadist.generate.attention import use_one_token_attention
-from numadist.generate.packed import pack_linears, use_skinny_linears
+from numadist.generate.packed import pack_linears, use_int8_linears, use_skinny_linears
 from numadist.shard.attention import write_attention
 from numadist.shard.compiled import freezing
 
@@ -24,14 +24,15 @@ class CompiledStep:
     No other number of rows, tokens or slots compiles anew.
     """
 
-    def __init__(self, gm: GraphModule):
-        """Takes `gm` over: its linear layers get packed weights."""
+    def __init__(self, gm: GraphModule, int8: bool = False):
+        """Takes `gm` over: its linear layers get packed weights. int8: those of decoding, int8_bytes more."""
         pack_linears(gm)
+        write_attention(gm)
         with warnings.catch_warnings():  # torch.export's own, when its result is copied
             warnings.simplefilter("ignore", FutureWarning)
             decode = GraphModule(gm, copy.deepcopy(gm.graph))
         use_one_token_attention(decode)
-        write_attention(gm)
+        self.int8_bytes = use_int8_linears(decode) if int8 else 0
         use_skinny_linears(decode)
         self.prefill, self.decode = (
             torch.compile(gm, options=_OPTIONS),

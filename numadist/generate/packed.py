@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from numadist.kernels import skinny
+from numadist.kernels import int8, skinny
 from numadist.shard.apply import drop_unused_parameters
 from numadist.shard.graph import aten
 from numadist.shard.linears import write_linears
@@ -130,6 +130,31 @@ def use_skinny_linears(gm: GraphModule) -> None:
                 (rows, blob, bias, packed.shape[0]),
             )
     gm.recompile()
+
+
+def use_int8_linears(gm: GraphModule) -> int:
+    """Decode on int8 weights made of the packed ones, where the kernel takes them; bytes they add."""
+    num_bytes = 0
+    made: dict[str, tuple[str, str]] = {}
+    for node in list(gm.graph.nodes):
+        if node.target is not torch.ops.mkldnn._linear_pointwise.default:
+            continue
+        rows, blob, bias, *_ = node.args
+        packed = getattr(gm, blob.target)
+        if not int8.takes(packed.shape[1], packed.dtype):
+            continue
+        if blob.target not in made:
+            made[blob.target] = names = f"int8_{len(made)}", f"int8_scale_{len(made)}"
+            q_NK, scale_N = int8.quantize(packed.to_dense())
+            for name, t in zip(names, (int8.pack(q_NK), scale_N), strict=True):
+                gm.register_buffer(name, t, persistent=False)
+                num_bytes += t.numel() * t.element_size()
+        with gm.graph.inserting_before(node):
+            weights = [gm.graph.get_attr(name) for name in made[blob.target]]
+        node.target, node.args = torch.ops.numadist.int8_linear.default, (rows, *weights, bias)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return num_bytes
 
 
 def _pack(weight: Tensor, transposed: bool) -> Tensor:

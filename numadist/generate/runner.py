@@ -64,6 +64,7 @@ class Runner:
         schema: Schema | None = None,
         weights: str | Path | None = None,
         compile: bool = False,
+        int8: bool = False,
         step: StepGraph | None = None,
     ):
         """Split the model over the team, a collective call. max_tokens: of one row, prompt and new ones together.
@@ -90,7 +91,10 @@ class Runner:
         localize_parameters(step.gm, self.schema, team.rank, local_empty, open_checkpoint(weights, model))
         self.gm = step.gm
         self.local_bytes = sum(p.numel() * p.element_size() for p in step.gm.parameters())
-        self._forward: Any = CompiledStep(step.gm) if compile else step.gm
+        self._forward: Any = step.gm
+        if compile:
+            self._forward = CompiledStep(step.gm, int8)
+            self.local_bytes += self._forward.int8_bytes
         # kind, rows and slots of the step; then of every row: its first position, its number of tokens, its only one
         self._header = torch.zeros(8 + 3 * max_rows, dtype=torch.int64)
 

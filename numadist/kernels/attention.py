@@ -1,17 +1,19 @@
-"""`numadist::attention`: scaled dot product attention of a prefill in bf16, by AVX512-BF16 products.
+"""`numadist::attention`: scaled dot product attention in bf16, by AVX512-BF16 products.
 
-torch 2.13 multiplies bf16 attention in f32 where a CPU has no AMX, and computes what a mask hides. csrc/attention.h.
+torch 2.13 multiplies bf16 attention in f32 where a CPU has no AMX, computes what a mask hides, and of a single query
+rearranges all keys first. csrc/attention.h, csrc/attention_one.h.
 """
+
+import functools
 
 import torch
 from torch import Tensor
 
-from numadist import _native
-from numadist import _native_attention as native
-from numadist._native_attention import MaskKind, attention_runs
+from numadist import _native_kernels as native
+from numadist._native_kernels import MaskKind, attention_runs
+from numadist.errors import NativeError
 
 MAX_HEAD_DIM = 256
-_native.use_openmp()
 
 _MASKS = {torch.bool: MaskKind.BOOL, torch.bfloat16: MaskKind.BF16, torch.float32: MaskKind.F32}
 
@@ -21,12 +23,25 @@ _LIBRARY.define(
 )
 
 
+def fits(head_dim: int, dtype: torch.dtype, mask_dtype: torch.dtype | None) -> bool:
+    """Whether the kernel computes such an attention, on CPUs that have it."""
+    head_fits = head_dim % 32 == 0 and 0 < head_dim <= MAX_HEAD_DIM
+    return head_fits and dtype == torch.bfloat16 and (mask_dtype is None or mask_dtype in _MASKS)
+
+
 def takes(head_dim: int, dtype: torch.dtype, mask_dtype: torch.dtype | None) -> bool:
     """Whether this CPU has the kernel, and it computes such an attention."""
-    fits = head_dim % 32 == 0 and 0 < head_dim <= MAX_HEAD_DIM
-    return (
-        attention_runs() and fits and dtype == torch.bfloat16 and (mask_dtype is None or mask_dtype in _MASKS)
-    )
+    return attention_runs() and fits(head_dim, dtype, mask_dtype)
+
+
+def pays(head_dim: int, dtype: torch.dtype, mask_dtype: torch.dtype | None, is_causal: bool) -> bool:
+    """Whether the kernel takes this attention, and torch's is slower.
+
+    With AMX torch multiplies faster than AVX512-BF16 can, but computes what the mask hides all the same: there only
+    masked attention is taken over.
+    """
+    is_masked = is_causal or mask_dtype is not None
+    return takes(head_dim, dtype, mask_dtype) and (is_masked or not torch.cpu._is_amx_tile_supported())
 
 
 @torch.library.impl(_LIBRARY, "attention", "CPU")
@@ -39,39 +54,74 @@ def _attention(
     Raises: NativeError for what `takes` refuses.
     """
     q_BHSD, k_BGTD, v_BGTD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHSD, k_BGTD, v_BGTD))
-    batch, heads, queries, head_dim = q_BHSD.shape
     out = _empty_result(q_BHSD)
-    kind = MaskKind.NONE
+    mask_sizes, mask_data = None, None
     if mask is not None:
-        kind = _MASKS[mask.dtype]
-        mask = mask.expand(batch, heads, queries, k_BGTD.shape[2])
-        if mask.stride(-1) != 1:
-            mask = mask.contiguous()
-    call = native.Attention(
-        q=q_BHSD.data_ptr(),
-        k=k_BGTD.data_ptr(),
-        v=v_BGTD.data_ptr(),
-        mask=None if mask is None else mask.data_ptr(),
-        out=out.data_ptr(),
-        q_stride=q_BHSD.stride()[:3],
-        k_stride=k_BGTD.stride()[:3],
-        v_stride=v_BGTD.stride()[:3],
-        mask_stride=(0, 0, 0) if mask is None else mask.stride()[:3],
-        out_stride=out.stride()[:3],
+        if mask.stride(-1) != 1 or mask.shape[-1] != k_BGTD.shape[2]:
+            mask = mask.expand(*mask.shape[:-1], k_BGTD.shape[2]).contiguous()
+        mask_sizes, mask_data = (mask.dtype, mask.shape, mask.stride()), mask.data_ptr()
+    sizes, scratch_bytes = _sizes(
+        q_BHSD.shape,
+        q_BHSD.stride(),
+        k_BGTD.shape,
+        k_BGTD.stride(),
+        v_BGTD.stride(),
+        mask_sizes,
+        is_causal,
+        scale,
+    )
+    scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+    pointers = q_BHSD.data_ptr(), k_BGTD.data_ptr(), v_BGTD.data_ptr(), mask_data
+    native.attention(sizes, *pointers, out.data_ptr(), scratch.data_ptr())
+    return out
+
+
+# Kept: every layer of every step asks again, and filling the structure takes as long as a small kernel.
+@functools.lru_cache(maxsize=1024)
+def _sizes(
+    q_shape: torch.Size,
+    q_stride: tuple[int, ...],
+    k_shape: torch.Size,
+    k_stride: tuple[int, ...],
+    v_stride: tuple[int, ...],
+    mask: tuple[torch.dtype, torch.Size, tuple[int, ...]] | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[native.Attention, int]:
+    """The call's sizes, and bytes of scratch memory it needs."""
+    batch, heads, queries, head_dim = q_shape
+    keys = k_shape[2]
+    kind, mask_stride = MaskKind.NONE, (0, 0, 0)
+    if mask is not None:
+        dtype, shape, stride = mask
+        kind, mask_stride = _MASKS[dtype], _expanded(shape, stride, (batch, heads, queries, keys))
+    sizes = native.Attention(
+        q_stride=q_stride[:3],
+        k_stride=k_stride[:3],
+        v_stride=v_stride[:3],
+        mask_stride=mask_stride,
+        # As _empty_result makes it.
+        out_stride=(queries * heads * head_dim, head_dim, heads * head_dim),
         batch=batch,
         heads=heads,
-        kv_heads=k_BGTD.shape[1],
+        kv_heads=k_shape[1],
         queries=queries,
-        keys=k_BGTD.shape[2],
+        keys=keys,
         head_dim=head_dim,
         mask_kind=kind,
         causal=is_causal,
         scale=scale,
     )
-    scratch = torch.empty(native.attention_scratch(call), dtype=torch.uint8)
-    call.scratch = scratch.data_ptr()
-    native.attention(call)
-    return out
+    return sizes, native.attention_scratch(sizes)
+
+
+def _expanded(shape: torch.Size, stride: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of the first three dims of a mask that broadcasts to the wanted shape. Raises: NativeError."""
+    missing = len(wanted) - len(shape)
+    padded, strides = (1,) * missing + tuple(shape), (0,) * missing + stride
+    if padded[-1] != wanted[-1] or any(n not in (1, w) for n, w in zip(padded, wanted, strict=True)):
+        raise NativeError(f"a mask of {list(shape)} does not broadcast to {list(wanted)}")
+    return tuple(0 if n == 1 else s for n, s in zip(padded[:3], strides[:3], strict=True))
 
 
 @torch.library.register_fake("numadist::attention", lib=_LIBRARY)

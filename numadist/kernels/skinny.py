@@ -9,7 +9,6 @@ Shapes: M rows, K inputs, N outputs.
 import torch
 from torch import Tensor
 
-from numadist import _native
 from numadist._native import check, lib, supported_isas
 from numadist.errors import NativeError
 
@@ -36,7 +35,6 @@ def takes(blob: Tensor) -> bool:
     panels = (out_features + PANEL - 1) // PANEL
     if torch.ops.mkldnn._nbytes(blob) != 2 * panels * PANEL * in_features:
         return False
-    _native.use_openmp()
     x_MK = torch.randn(2, in_features, generator=torch.Generator().manual_seed(1)).to(blob.dtype)
     wanted = _linear_pointwise(x_MK, blob, None, "none", [], "").float()
     seen = skinny_linear(x_MK, blob, None, out_features).float()

@@ -72,6 +72,10 @@ def test_linear_layers_are_exact_on_a_team_of_threads(build):
     assert "ok" in run(build("test_skinny"))
 
 
+def test_int8_layers_are_exact(build):
+    assert "ok" in run(build("test_int8"))
+
+
 def soak(build, world: int, calls: int, limit_s: int, seed: int) -> int:
     """Calls that each rank made in the given time."""
     said = run(build("soak"), world, calls, limit_s, seed, limit_s=limit_s + 60)

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from numadist import models
-from numadist._native_attention import attention_runs
+from numadist._native_kernels import attention_runs
 from numadist.errors import NativeError
 from numadist.kernels.attention import takes
 from numadist.shard.attention import write_attention
@@ -18,6 +18,8 @@ SIZES = {  # batch, heads, KV heads, queries, keys, head dim
     "one KV head, widest": (1, 4, 1, 37, 37, 256),
     "more keys than queries": (1, 2, 2, 130, 300, 32),
     "one query": (2, 3, 3, 1, 65, 96),
+    "one query, shared heads, several ranges": (2, 6, 2, 1, 700, 64),
+    "one query, one KV head, widest": (1, 4, 1, 1, 300, 256),
     "many blocks": (1, 2, 1, 513, 513, 64),
 }
 MASKS = ["none", "causal", "window", "bf16", "f32"]
@@ -29,7 +31,7 @@ def ours(q, k, v, mask, is_causal):
 
 def mask_of(kind, heads, queries, keys):
     if kind == "window":  # whole blocks are hidden on both sides of the diagonal; every query sees a key
-        distance = torch.arange(queries)[:, None] - torch.arange(keys)[None, :]
+        distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)[None, :]
         return ((distance >= 0) & (distance < 70))[None, None]
     if kind in ("bf16", "f32"):
         return torch.randn(1, heads, queries, keys, dtype=torch.bfloat16 if kind == "bf16" else torch.float32)
@@ -85,6 +87,30 @@ def test_nan_is_passed_on():
     result = ours(q, k, v, None, True)
     assert result[0, 0, :66].isfinite().all()
     assert result[0, 0, 66:].isnan().all()
+
+
+def test_a_query_of_its_own_mask_in_every_row_of_a_batch():
+    """As decoding calls it: rows of different lengths, over slots of which the last hold what must not count."""
+    if not attention_runs():
+        return
+    torch.manual_seed(1)
+    q = torch.randn(3, 4, 1, 64, dtype=torch.bfloat16)
+    k, v = (torch.randn(3, 2, 640, 64, dtype=torch.bfloat16)[:, :, :576] for _ in range(2))
+    lengths = torch.tensor([1, 300, 576])
+    mask = (torch.arange(576) < lengths[:, None])[:, None, None]
+    seen = ours(q, k, v, mask, False)
+    for row, length in enumerate(lengths.tolist()):
+        alone = (x[row : row + 1] for x in (q, k[:, :, :length], v[:, :, :length]))
+        wanted = sdpa(*(x.float() for x in alone), enable_gqa=True)
+        assert (seen[row].float() - wanted[0]).abs().max() < 0.02
+    none = ours(q, k, v, torch.zeros(3, 1, 1, 576, dtype=torch.bool), False)
+    assert (none == 0).all()
+
+
+def test_a_mask_that_does_not_broadcast_is_an_error():
+    q, k, v = (torch.randn(1, 2, 8, 64, dtype=torch.bfloat16) for _ in range(3))
+    with pytest.raises(NativeError, match=r"a mask of \[3, 8, 8\] does not broadcast to \[1, 2, 8, 8\]"):
+        ours(q, k, v, torch.ones(3, 8, 8, dtype=torch.bool), False)
 
 
 def test_refuses_what_it_does_not_take():

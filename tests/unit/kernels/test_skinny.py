@@ -31,7 +31,6 @@ def run(isa, x_MK, blob, bias, num_out):
 @pytest.mark.parametrize("isa", range(len(_native.supported_isas())), ids=_native.supported_isas())
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_every_isa_gives_the_f32_product_rounded_once(isa, num_threads):
-    _native.use_openmp()
     threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     torch.manual_seed(isa)

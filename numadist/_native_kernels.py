@@ -1,0 +1,72 @@
+"""The core's attention and int8 layers by ctypes; csrc/nd_core.h is their manual."""
+
+import ctypes
+import enum
+from ctypes import POINTER, byref, c_int, c_int32, c_size_t, c_void_p
+
+from numadist._native import check, lib
+
+_Strides = ctypes.c_ssize_t * 3  # batch, head, row; in elements
+
+
+class Attention(ctypes.Structure):
+    """NdAttention: sizes of a call."""
+
+    _fields_ = [
+        ("q_stride", _Strides),
+        ("k_stride", _Strides),
+        ("v_stride", _Strides),
+        ("mask_stride", _Strides),
+        ("out_stride", _Strides),
+        ("batch", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("queries", c_int32),
+        ("keys", c_int32),
+        ("head_dim", c_int32),
+        ("mask_kind", c_int32),
+        ("causal", c_int32),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class MaskKind(enum.IntEnum):
+    """NdMask."""
+
+    NONE = 0
+    BOOL = 1
+    BF16 = 2
+    F32 = 3
+
+
+lib.nd_attention_scratch.argtypes = [POINTER(Attention)]
+lib.nd_attention_scratch.restype = c_size_t
+lib.nd_attention.argtypes = [POINTER(Attention), *[c_void_p] * 6]
+# fast, x, blob, scale, bias, y, rows, n, k
+int8_linear = lib.nd_int8_linear
+int8_linear.argtypes = [c_int, *[c_void_p] * 5, *[c_size_t] * 3]
+
+
+def attention_runs() -> bool:
+    """Whether this CPU has the kernel."""
+    return bool(lib.nd_attention_runs())
+
+
+def int8_linear_runs() -> bool:
+    """Whether this CPU has the fast kernel."""
+    return bool(lib.nd_int8_linear_runs())
+
+
+def attention_scratch(sizes: Attention) -> int:
+    """Bytes of scratch memory a call needs."""
+    return lib.nd_attention_scratch(byref(sizes))
+
+
+def attention(sizes: Attention, q: int, k: int, v: int, mask: int | None, out: int, scratch: int) -> None:
+    """Addresses of tensors of these sizes.
+
+    Raises: NativeError for sizes it does not take, or on a CPU without the kernel.
+    """
+    if code := lib.nd_attention(byref(sizes), q, k, v, mask, out, scratch):
+        what = f"attention of {sizes.heads} heads of {sizes.head_dim} over {sizes.kv_heads} KV heads"
+        check(code, what)
