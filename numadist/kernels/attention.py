@@ -91,7 +91,8 @@ def _sizes(
     """The call's sizes, and bytes of scratch memory it needs."""
     batch, heads, queries, head_dim = q_shape
     keys = k_shape[2]
-    kind, mask_stride = MaskKind.NONE, (0, 0, 0)
+    kind = MaskKind.NONE
+    mask_stride: tuple[int, ...] = (0, 0, 0)
     if mask is not None:
         dtype, shape, stride = mask
         kind, mask_stride = _MASKS[dtype], _expanded(shape, stride, (batch, heads, queries, keys))

@@ -33,7 +33,7 @@ def test_a_layer_is_the_f32_product_of_the_quantized_weights_rounded_once(fast, 
                         wanted,
                         rtol=4.1e-3,
                         atol=1e-4 * num_in**0.5,
-                        msg=lambda t: f"{x.shape} {t}",
+                        msg=lambda t, x=x: f"{x.shape} {t}",
                     )
     finally:
         torch.set_num_threads(threads)
