@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
+import torch
+
 from numadist import models
 from numadist.costmodel.measure import kept_profile
 from numadist.costmodel.presets import PRESETS
@@ -15,9 +17,10 @@ def main(argv: Sequence[str]) -> int:
         "model",
         help=f"{', '.join(models.NAMES)}, or module:function; function(batch=, seq=) returns (model, keyword inputs)",
     )
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, help="default 2; with --auto one a node, at least 2")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument(
         "--auto",
         nargs="?",
@@ -31,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     profile = None
     if options.auto is not None:
         profile = kept_profile() if options.auto is True else PRESETS[options.auto]
-    model, inputs = models.workload(options.model, options.batch, options.seq)
+    dtype = getattr(torch, options.dtype)
+    model, inputs = models.workload(options.model, options.batch, options.seq, dtype)
     print(explain(model, inputs, options.ranks, profile=profile))
     return 0

@@ -68,10 +68,14 @@ def lines(profile: MachineProfile) -> list[str]:
     for i, row in enumerate(profile.bandwidth_gbs):
         out.append(f"  node {i} reads from nodes, GB/s: {_row(row)}")
     out.append(f"  one core reads {profile.core_gbs:.1f} GB/s, from its cache {profile.cache_gbs:.1f}")
-    for what, rates in (("linear", profile.gemm_gflops), ("attention", profile.attention_gflops)):
-        for dtype, table in rates.items():
-            cells = ", ".join(f"{rows} rows {rate:.0f}" for rows, rate in table.items())
-            out.append(f"  {what} {dtype}, GFLOP/s a core: {cells}")
+    for what, rates, unit in (
+        ("linear", profile.gemm_gflops, "rows"),
+        ("torch's attention", profile.attention_gflops, "keys"),
+        ("our attention", profile.own_attention_gflops, "keys"),
+    ):
+        for kind, table in rates.items():
+            cells = ", ".join(f"{size} {unit} {rate:.0f}" for size, rate in table.items())
+            out.append(f"  {what} {kind}, GFLOP/s a core: {cells}")
     out.append("  speed-up on cores: " + ", ".join(f"{n}: {s:.2f}" for n, s in profile.speedup.items()))
     for ranks, table in profile.all_reduce_us.items():
         cells = ", ".join(f"{size} B {us:.1f}" for size, us in table.items())

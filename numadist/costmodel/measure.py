@@ -1,19 +1,22 @@
 """Measure a MachineProfile: every number is the best of interleaved rounds, because noise only ever adds time."""
 
 import hashlib
+import itertools
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from numadist import binding
-from numadist.costmodel.profile import MachineProfile, Table
+from numadist.costmodel.profile import VERSION, MachineProfile, Table, attention_kind
 from numadist.errors import NumadistError
+from numadist.kernels import attention as kernel
 from numadist.memory.tensors import empty
 from numadist.topology.sysfs import read_machine
 
@@ -22,15 +25,17 @@ STREAM_BYTES = 256 << 20  # a node's buffer; far above any cache a node has to i
 CACHE_BYTES = 256 << 10
 GEMM_ROWS = (1, 16, 128, 512, 1024)
 GEMM_SIZE = (768, 3072)  # in, out features
-ATTENTION_ROWS = (64, 128, 512, 1024)  # sequence; the model's batch * heads * sequence is priced by its rows
+ATTENTION_KEYS = (64, 128, 512, 1024)
 HEADS, DEPTH = 12, 64
+MASKS = ("", "causal", "dense")
 DTYPES = ("float32", "bfloat16")
 _MIN_BLOCK_S = 2e-3  # one timing spans at least so long
 
 Job = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 
 
-def best_seconds(jobs: dict[str, Job], rounds: int = ROUNDS) -> dict[str, float]:
+def best_seconds(jobs: dict[Name, Job], rounds: int = ROUNDS) -> dict[Name, float]:
     """Smallest time of one call of each job, over interleaved rounds of blocks long enough for the clock."""
     calls = {}
     for name, job in jobs.items():
@@ -85,6 +90,7 @@ def measure(progress: Callable[[str], None], all_reduce_us: dict[int, Table]) ->
         cache_gbs=cache_gbs,
         gemm_gflops=rates["linear"],
         attention_gflops=rates["attention"],
+        own_attention_gflops=rates["own_attention"],
         speedup=scaling,
         all_reduce_us=all_reduce_us,
         region_us=region_us,
@@ -96,7 +102,8 @@ def measure(progress: Callable[[str], None], all_reduce_us: dict[int, Table]) ->
             **dict.fromkeys(
                 (
                     *("nodes", "cores_per_node", "bandwidth_gbs", "core_gbs", "cache_gbs", "gemm_gflops"),
-                    *("attention_gflops", "speedup", "all_reduce_us", "region_us", "op_us"),
+                    *("attention_gflops", "own_attention_gflops", "speedup"),
+                    *("all_reduce_us", "region_us", "op_us"),
                 ),
                 how,
             ),
@@ -142,27 +149,34 @@ def _linear_job(rows: int, dtype: torch.dtype) -> Job:
     return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def _attention_job(seq: int, dtype: torch.dtype) -> Job:
+def attention_jobs(seq: int, dtype: torch.dtype, mask: str) -> dict[str, Job]:
+    """The same attention by torch's kernel and, where ranks would use it on this machine, by ours."""
     q, k, v = (torch.randn(1, HEADS, seq, DEPTH).to(dtype) for _ in range(3))
-    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    dense = torch.ones(seq, seq, dtype=torch.bool).tril()[None, None] if mask == "dense" else None
+    is_causal = mask == "causal"
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    jobs: dict[str, Job] = {"attention": lambda: sdpa(q, k, v, dense, is_causal=is_causal)}
+    if kernel.pays(DEPTH, dtype, None if dense is None else dense.dtype, is_causal):
+        ours = torch.ops.numadist.attention.default
+        jobs["own_attention"] = lambda: ours(q, k, v, dense, is_causal, DEPTH**-0.5)
+    return jobs
 
 
 def _rates() -> dict[str, dict[str, Table]]:
-    jobs: dict[str, Job] = {}
-    flops: dict[str, float] = {}
+    """{linear | attention | own_attention: tables of GFLOP/s by dtype, or kind of attention}."""
+    jobs: dict[tuple[str, str, int], Job] = {}
+    flops: dict[tuple[str, str, int], float] = {}
     for dtype in DTYPES:
         for rows in GEMM_ROWS:
-            name = f"linear {dtype} {rows}"
-            jobs[name] = _linear_job(rows, getattr(torch, dtype))
-            flops[name] = 2.0 * rows * GEMM_SIZE[0] * GEMM_SIZE[1]
-        for seq in ATTENTION_ROWS:
-            name = f"attention {dtype} {seq * HEADS}"
-            jobs[name] = _attention_job(seq, getattr(torch, dtype))
-            flops[name] = 4.0 * HEADS * seq * seq * DEPTH
-    rates: dict[str, dict[str, Table]] = {"linear": {}, "attention": {}}
-    for name, seconds in best_seconds(jobs).items():
-        kind, dtype, size = name.split()
-        rates[kind].setdefault(dtype, {})[int(size)] = flops[name] / seconds / 1e9
+            jobs["linear", dtype, rows] = _linear_job(rows, getattr(torch, dtype))
+            flops["linear", dtype, rows] = 2.0 * rows * GEMM_SIZE[0] * GEMM_SIZE[1]
+        for mask, seq in itertools.product(MASKS, ATTENTION_KEYS):
+            for what, job in attention_jobs(seq, getattr(torch, dtype), mask).items():
+                key = what, attention_kind(dtype, mask), seq
+                jobs[key], flops[key] = job, 4.0 * HEADS * seq * seq * DEPTH
+    rates: dict[str, dict[str, Table]] = {"linear": {}, "attention": {}, "own_attention": {}}
+    for (what, kind, size), seconds in best_seconds(jobs).items():
+        rates[what].setdefault(kind, {})[size] = flops[what, kind, size] / seconds / 1e9
     return rates
 
 
@@ -217,7 +231,7 @@ def _l2_bytes() -> int:
 
 
 def cache_file() -> Path:
-    """Where this machine's profile is kept: a name for its topology, CPU model, kernel and torch version.
+    """Where this machine's profile is kept: a name for its topology, CPU model, kernel, torch and what is measured.
 
     A pinned rank finds the file that the whole machine wrote, so what this process may use is not in the name.
     """
@@ -225,7 +239,7 @@ def cache_file() -> Path:
     topology = [(n.id, n.online_cpus, sorted(n.distances.items())) for n in machine.nodes]
     info = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line for line in info if line.startswith("model name")), platform.machine())
-    words = repr((machine.online_cpus, topology, model, platform.release(), torch.__version__))
+    words = repr((VERSION, machine.online_cpus, topology, model, platform.release(), torch.__version__))
     key = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
     return Path.home() / ".cache" / "numadist" / f"profile-{key}.json"
 

@@ -4,9 +4,10 @@ An op takes its arithmetic, its memory traffic and its dispatch one after the ot
 says so orders candidates as well as a finer one and has fewer constants.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from numadist.costmodel.profile import MachineProfile, interpolate
+from numadist.costmodel.profile import MachineProfile, Table, attention_kind, interpolate
 from numadist.costmodel.software import Software
 from numadist.costmodel.work import OpWork, Reduction, Work
 from numadist.errors import ConfigError
@@ -65,8 +66,8 @@ def _oblivious_gbs(profile: MachineProfile, nodes: int) -> float:
 
 
 def process_s(work: Work, profile: MachineProfile, software: Software, policy: str = "default") -> float:
-    """One unsharded process under a memory policy."""
-    team = process_team(profile, policy)
+    """One process under a memory policy, unsharded and with torch's own attention."""
+    team, software = process_team(profile, policy), replace(software, own_attention=False)
     seconds = sum(op_s(op, 1.0, team, work.dtype, profile, software) for op in work.ops)
     if policy == "one-node":
         return seconds * software.one_node_slowdown
@@ -74,7 +75,10 @@ def process_s(work: Work, profile: MachineProfile, software: Software, policy: s
 
 
 def sharded_s(work: Work, profile: MachineProfile, software: Software) -> float:
-    """All ranks together, the slowest one counting: its shards, what every rank does whole, and the sums."""
+    """All ranks together, the slowest one counting: its shards, what every rank does whole, and the sums.
+
+    One rank is a process that runs what ranks run.
+    """
     team = rank_team(profile, work.num_ranks)
     seconds = sum(op_s(op, op.share, team, work.dtype, profile, software) for op in work.ops)
     return seconds + sum(reduction_s(r, work.num_ranks, profile, software) for r in work.reductions)
@@ -124,9 +128,26 @@ def reduction_s(r: Reduction, ranks: int, profile: MachineProfile, software: Sof
 def _gflops(op: OpWork, dtype: str, team: Team, profile: MachineProfile, software: Software) -> float:
     if software.flops_per_cycle is not None:
         return software.flops_per_cycle * profile.clock_ghz * team.cores
-    rates = profile.attention_gflops if op.kind == "attention" else profile.gemm_gflops
-    table = rates.get(dtype) or rates["float32"]
-    return interpolate(table, op.rows) * _scaling(team.cores, profile)
+    if op.kind == "attention":
+        table, size = _attention_rates(op, dtype, profile, software), op.keys
+    else:
+        table, size = _rates_of(profile.gemm_gflops, dtype), op.rows
+    return interpolate(table, size) * _scaling(team.cores, profile)
+
+
+def _attention_rates(op: OpWork, dtype: str, profile: MachineProfile, software: Software) -> Table:
+    """By number of keys, of the kernel that computes it."""
+    own = profile.own_attention_gflops.get(attention_kind(dtype, op.mask))
+    if own and op.fits_ours and software.own_attention:
+        return own
+    # Masks that are known in advance are named in a rank's graph only; a model as it is compares dense ones.
+    mask = "dense" if op.mask and not software.own_attention else op.mask
+    return _rates_of(profile.attention_gflops, attention_kind(dtype, mask), dtype)
+
+
+def _rates_of(rates: Mapping[str, Table], *names: str) -> Table:
+    """The first one that is known, else that of float32."""
+    return next((rates[name] for name in names if name in rates), rates["float32"])
 
 
 def _scaling(cores: int, profile: MachineProfile) -> float:

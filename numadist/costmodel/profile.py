@@ -8,7 +8,7 @@ from pathlib import Path
 
 from numadist.errors import ConfigError
 
-VERSION = 1
+VERSION = 2  # of the numbers too: a kept profile of another version is measured again
 
 # {size: value}; see `interpolate`.
 Table = dict[int, float]
@@ -20,7 +20,10 @@ class MachineProfile:
 
     bandwidth_gbs[i][j]: all cores of node i reading memory of node j. remote_ns: latency of another node's memory.
     core_gbs: one core reading local memory. cache_gbs: one core reading what it has just written, out of its cache.
-    gemm_gflops[dtype][rows]: one core in a linear layer with packed weights; attention_gflops the same by sequence.
+    gemm_gflops[dtype][rows]: one core in a linear layer with packed weights.
+    attention_gflops[kind][keys]: one core in torch's attention; kind: `bfloat16`, `bfloat16 causal`, `bfloat16 dense`.
+        What a mask hides counts as computed, so that kernels that skip it show a higher rate.
+    own_attention_gflops: the same of numadist::attention, kinds where it is used on this machine.
     speedup[cores]: of a linear layer on so many cores over one core; cores beyond the table scale as its last entry.
     all_reduce_us[ranks][bytes]. region_us: an empty parallel region. op_us: what an op costs beside its work.
     sources: field name -> where its numbers are from.
@@ -34,6 +37,7 @@ class MachineProfile:
     cache_gbs: float
     gemm_gflops: Mapping[str, Table]
     attention_gflops: Mapping[str, Table]
+    own_attention_gflops: Mapping[str, Table]
     speedup: Table
     all_reduce_us: Mapping[int, Table]
     region_us: float
@@ -79,10 +83,10 @@ class MachineProfile:
             version = data.pop("numadist_profile")
             if version != VERSION:
                 raise ConfigError(
-                    f"profile version {version}, this numadist reads {VERSION}; measure it again"
+                    f"profile version {version}, this numadist reads {VERSION}; measure it again by `numadist profile`"
                 )
             data["bandwidth_gbs"] = tuple(map(tuple, data["bandwidth_gbs"]))
-            for field in ("gemm_gflops", "attention_gflops"):
+            for field in ("gemm_gflops", "attention_gflops", "own_attention_gflops"):
                 data[field] = {dtype: _table(table) for dtype, table in data[field].items()}
             data["speedup"] = _table(data["speedup"])
             data["all_reduce_us"] = {int(ranks): _table(t) for ranks, t in data["all_reduce_us"].items()}
@@ -96,6 +100,11 @@ class MachineProfile:
     @classmethod
     def load(cls, path: str | Path) -> "MachineProfile":
         return cls.from_json(Path(path).read_text())
+
+
+def attention_kind(dtype: str, mask: str) -> str:
+    """Name of a table of attention rates. mask: causal | dense (a tensor) | empty."""
+    return f"{dtype} {mask}".strip()
 
 
 def _table(data: Mapping[str, float]) -> Table:

@@ -17,6 +17,7 @@ class Software:
     activations_in_cache: other ops move their data at the cache's speed, else at the memory's.
     balancing: share that the kernel's NUMA balancing adds to a process without a memory policy.
     one_node_slowdown: of a process held on one node, beyond having fewer cores and less bandwidth.
+    own_attention: ranks run our attention where the profile has rates of it; one process runs torch's in any case.
     sum_passes[ranks]: passes over a partial sum by one core reading remote memory; empty: the profile's all_reduce.
     """
 
@@ -28,6 +29,7 @@ class Software:
     activations_in_cache: bool = True
     balancing: float = 0.0
     one_node_slowdown: float = 1.0
+    own_attention: bool = False
     sum_passes: Mapping[int, float] = field(default_factory=dict)
     splits_vocabulary: bool = True
 
@@ -36,7 +38,7 @@ class Software:
 
 
 # Ours: Inductor's C++ with packed weights, attention in blocks, the core's all_reduce.
-NUMADIST = Software("numadist")
+NUMADIST = Software("numadist", own_attention=True)
 
 # The system of arXiv 2611.07105 and its baseline, torch.compile with Triton-CPU. The constants are fitted:
 # benchmarks/simulator_validation.py --fit, docs/simulator.md. 32 flops per cycle are two AVX2 multiply-adds.

@@ -16,7 +16,14 @@ class OpWork:
     weight_bytes: float = 0.0
     activation_bytes: float = 0.0  # read and written, ops that a compiler fuses counted once
     scores: float = 0.0  # elements of attention's score matrix
+    mask: str = ""  # of attention: causal | dense (a tensor) | empty for none
+    fits_ours: bool = False  # attention that our kernel computes, on CPUs that have it
     count: int = 1  # ops of this kind taken together
+
+    @property
+    def keys(self) -> float:
+        """Of attention: how many keys a query looks at, hidden ones counted."""
+        return self.scores / max(1, self.rows * self.count)
 
 
 @dataclass(frozen=True)
@@ -54,14 +61,16 @@ def _collect(like: Work, parts: list[tuple[int, Work]]) -> Work:
     sums: dict[int, float] = {}
     for factor, work in parts:
         for op in work.ops:
-            key = (op.kind, op.share, op.rows)
-            ops[key] = _add(
-                ops.get(key, OpWork(op.node, op.kind, None, op.share, op.rows, count=0)), op, factor
-            )
+            key = (op.kind, op.share, op.rows, op.mask, op.fits_ours)
+            ops[key] = _add(ops.get(key) or _nothing_like(op), op, factor)
         for r in work.reductions:
             sums[r.num_bytes] = sums.get(r.num_bytes, 0.0) + factor * r.weight
     reductions = tuple(Reduction(0, num_bytes, weight) for num_bytes, weight in sums.items())
     return replace(like, ops=tuple(ops.values()), reductions=reductions, num_blocks=1)
+
+
+def _nothing_like(op: OpWork) -> OpWork:
+    return replace(op, block=None, flops=0.0, weight_bytes=0.0, activation_bytes=0.0, scores=0.0, count=0)
 
 
 def _add(total: OpWork, op: OpWork, factor: int) -> OpWork:

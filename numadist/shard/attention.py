@@ -50,24 +50,36 @@ def write_attention(gm: GraphModule) -> None:
     gm.recompile()
 
 
-def _pays(node: Node) -> bool:
-    """Whether the kernel takes this attention, and torch's is slower.
+def mask_of(node: Node) -> str:
+    """What hides keys from queries: `causal`, `dense` (a tensor), or nothing: empty."""
+    if _argument(node, _MASK, None) is not None:
+        return "dense"
+    return "causal" if _argument(node, _IS_CAUSAL, False) else ""
 
-    With AMX torch multiplies faster than AVX512-BF16 can, but computes what the mask hides all the same: there only
-    masked attention is taken over.
-    """
+
+def fits_ours(node: Node) -> bool:
+    """Whether `numadist::attention` computes this attention, on CPUs that have it."""
+    form = _form(node)
+    return form is not None and kernel.fits(*form)
+
+
+def _pays(node: Node) -> bool:
+    form = _form(node)
+    return form is not None and kernel.pays(*form, mask_of(node) == "causal")
+
+
+def _form(node: Node) -> tuple[int, torch.dtype, torch.dtype | None] | None:
+    """(head dim, dtype, dtype of the mask) of attention in a form that we rewrite; None in any other."""
     values = [graph.value(n) for n in node.args[:3]]
-    mask, is_causal = _argument(node, _MASK, None), _argument(node, _IS_CAUSAL, False)
+    mask = _argument(node, _MASK, None)
     if any(v is None or v.dim() != 4 or v.dtype != values[0].dtype for v in values):
-        return False
+        return None
     head_dim, mask_value = values[0].shape[-1], None if mask is None else graph.value(mask)
     if not isinstance(head_dim, int) or values[2].shape[-1] != head_dim or _argument(node, _DROPOUT, 0.0):
-        return False
+        return None
     if mask is not None and (mask_value is None or mask_value.dim() not in (2, 4)):
-        return False
-    if torch.cpu._is_amx_tile_supported() and mask is None and not is_causal:
-        return False
-    return kernel.takes(head_dim, values[0].dtype, None if mask is None else mask_value.dtype)
+        return None
+    return head_dim, values[0].dtype, None if mask is None else mask_value.dtype
 
 
 def _argument(node: Node, place: int, default: Any) -> Any:

@@ -18,21 +18,23 @@ from numadist.shard.schema import Block, Schema
 def explain(
     model: torch.nn.Module,
     example_inputs: Any,
-    num_ranks: int = 2,
+    num_ranks: int | None = None,
     *,
     dynamic_shapes: Any = None,
     profile: MachineProfile | None = None,
 ) -> str:
     """How `model` would be sharded over `num_ranks` ranks: blocks, code with placements, bytes, all-reduces.
 
-    profile: show what ranks="auto", blocks="auto" would choose on that machine, and the costs.
+    num_ranks: default 2, with a profile one a node of that machine, at least 2.
+    profile: show what ranks="auto", blocks="auto" would choose there of so many ranks, and what else was considered.
 
     Plans only: no weight is copied and no process group is needed. Raises: ShardError as numadist.shard does.
     """
     args, kwargs = as_args(example_inputs)
     gm = capture(model, args, kwargs, dynamic_shapes)
     if profile is None:
-        return explain_graph(gm, build_schema(gm, num_ranks))
+        return explain_graph(gm, build_schema(gm, num_ranks or 2))
+    num_ranks = num_ranks or max(2, profile.nodes)
     counts = [n for n in range(num_ranks, 0, -1) if num_ranks % n == 0]
     return explain_graph(gm, choose_schema(gm, counts, profile, choose_blocks=True))
 
@@ -90,13 +92,11 @@ def _cost_lines(schema: Schema) -> list[str]:
         return []
     lines = [f"predicted for {schema.costs.profile}:"]
     for plan in schema.costs.candidates:
-        chosen = "  <- chosen" if plan.num_ranks == schema.num_ranks else ""
-        what = (
-            f"{plan.num_ranks} ranks, {plan.num_blocks} blocks sharded"
-            if plan.num_ranks > 1
-            else "one process"
-        )
-        lines.append(f"  {what}: {plan.predicted_ms:.2f} ms{chosen}")
+        what = f"{plan.num_ranks} ranks, {plan.num_blocks} blocks sharded"
+        if plan.num_ranks == 1:
+            what = "one rank with all cores"
+        why = f"rejected: {plan.rejected}" if plan.rejected else "<- chosen"
+        lines.append(f"  {what}: {plan.predicted_ms:.2f} ms  {why}")
     for block in schema.costs.blocks:
         lines.append(
             f"  {block.module} ({block.kind}): {block.sharded_ms:.3f} ms sharded, {block.whole_ms:.3f} ms whole"

@@ -57,11 +57,12 @@ class BlockCost:
 
 @dataclass
 class Candidate:
-    """A number of ranks that was considered; 1 is one rank with the cores of all."""
+    """A plan that was considered. num_ranks: 1 is one rank with the cores of all."""
 
     num_ranks: int
     predicted_ms: float
     num_blocks: int  # sharded
+    rejected: str = ""  # why; empty for the chosen one
 
 
 @dataclass

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from numadist.costmodel.work import OpWork, Reduction, Work
 from numadist.shard import graph
+from numadist.shard.attention import fits_ours, mask_of
 from numadist.shard.graph import Contraction, Dependencies, aten
 from numadist.shard.placement import Shard
 from numadist.shard.reduce import point_of, reduce_points
@@ -110,7 +111,11 @@ class _Counter:
         scores = float(rows * self.size(graph.shape(k)[-2]))
         depth = self.size(graph.shape(q)[-1]) + self.size(graph.shape(v)[-1])
         moved = sum(self._bytes(n) for n in (q, k, v, node))
-        return OpWork(node.name, "attention", block, share, rows, 2 * scores * depth, 0.0, moved, scores)
+        mask, fits = mask_of(node), fits_ours(node)
+        return OpWork(
+            *(node.name, "attention", block, share, rows),
+            *(2 * scores * depth, 0.0, moved, scores, mask, fits),
+        )
 
     def _share(self, node: Node, block: int | None) -> float:
         shard = self.schema.blocks[block].values.get(node.name) if block is not None else None

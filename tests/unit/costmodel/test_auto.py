@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from numadist.costmodel.presets import CASCADE_LAKE, PRESETS
+from numadist.costmodel.presets import CASCADE_LAKE, HASWELL_EX, PRESETS
 from numadist.costmodel.price import POLICIES, process_s, process_team, rank_team, sharded_s
 from numadist.costmodel.profile import MachineProfile, interpolate
 from numadist.costmodel.software import NUMADIST, SOFTWARE
@@ -70,7 +70,7 @@ def test_a_block_too_small_for_its_sum_stays_whole(gm):
 def test_very_slow_sums_leave_one_process(gm):
     schema = choose_schema(gm, [2, 1], with_sums(1e6), choose_blocks=True)
     assert (schema.num_ranks, schema.blocks) == (1, [])
-    assert {c.num_ranks: c.num_blocks for c in schema.costs.candidates} == {2: 0, 1: 0}
+    assert [(c.num_ranks, c.num_blocks) for c in schema.costs.candidates] == [(2, 2), (2, 0), (1, 0)]
 
 
 def test_without_blocks_auto_every_block_is_sharded_whatever_it_costs(gm):
@@ -85,8 +85,36 @@ def test_costs_survive_json_and_are_explained(gm):
     assert again.costs.profile == "cascade-lake"
     text = explain(Stack().eval(), torch.randn(ROWS, 512), 2, profile=with_sums(1e6))
     assert "predicted for cascade-lake:" in text
-    assert "one process: " in text
-    assert "<- chosen" in text
+    plans = [line for line in text.splitlines() if " ms  " in line]
+    assert [line.split(":")[0].strip() for line in plans] == [
+        "2 ranks, 2 blocks sharded",
+        "2 ranks, 0 blocks sharded",
+        "one rank with all cores",
+    ]
+    assert "rejected: 2 of its blocks do not pay" in plans[0]
+    assert "times as long as the chosen plan" in plans[1]
+    assert plans[2].endswith("<- chosen")
+
+
+def test_explain_considers_every_number_of_equal_groups_of_a_machines_nodes():
+    text = explain(Stack().eval(), torch.randn(ROWS, 512), profile=replace(HASWELL_EX, name="four"))
+    assert [f"{n} ranks, " in text for n in (4, 3, 2)] == [True, False, True]
+    assert "one rank with all cores: " in text
+
+
+def test_a_plan_that_is_hardly_faster_than_one_with_more_ranks_is_rejected(gm):
+    """Sums are made just so slow that one rank is 1 % faster."""
+    two, one = (choose_schema(gm, [n], with_sums(1e-6), False).costs.candidates[0] for n in (2, 1))
+    sums_ms = (
+        choose_schema(gm, [2], with_sums(1.0), False).costs.candidates[0].predicted_ms - two.predicted_ms
+    )
+    factor = (1.01 * one.predicted_ms - two.predicted_ms) / sums_ms
+    chosen, other = choose_schema(gm, [2, 1], with_sums(factor), False).costs.candidates
+    assert (chosen.num_ranks, chosen.rejected) == (2, "")
+    assert (other.num_ranks, other.rejected) == (
+        1,
+        "not 3% faster than the chosen plan, which uses more ranks",
+    )
 
 
 def test_work_counts_what_the_layers_do(gm):
