@@ -12,6 +12,8 @@ from numadist.comm import process_group
 
 _LIBRARY = torch.library.Library("numadist", "DEF")
 _LIBRARY.define("all_reduce_(Tensor(a!) x, str group_name) -> ()")
+_LIBRARY.define("reduce_scatter(Tensor x, int num_ranks, str group_name) -> Tensor")
+_LIBRARY.define("all_gather(Tensor x, int num_ranks, str group_name) -> Tensor")
 _LIBRARY.define("all_reduce_add_(Tensor x, Tensor(a!) residual, Tensor? bias, str group_name) -> ()")
 _LIBRARY.define(
     "all_reduce_add_norm(Tensor x, Tensor(a!) residual, Tensor? bias, Tensor weight, Tensor? norm_bias, "
@@ -28,6 +30,40 @@ def _all_reduce_(x: Tensor, group_name: str) -> None:
 @torch.library.register_fake("numadist::all_reduce_", lib=_LIBRARY)
 def _all_reduce_fake(x: Tensor, group_name: str) -> None:
     """In place: no new tensor, no new shape."""
+
+
+@torch.library.impl(_LIBRARY, "reduce_scatter", "CPU")
+def _reduce_scatter(x: Tensor, num_ranks: int, group_name: str) -> Tensor:
+    """[R * d0, ...] on every rank -> [d0, ...]: the sum over ranks of this rank's part."""
+    out = _scattered(x, num_ranks)
+    process_group.find(group_name).reduce_scatter_(out, x)
+    return out
+
+
+@torch.library.register_fake("numadist::reduce_scatter", lib=_LIBRARY)
+def _reduce_scatter_fake(x: Tensor, num_ranks: int, group_name: str) -> Tensor:
+    return _scattered(x, num_ranks)
+
+
+def _scattered(x: Tensor, num_ranks: int) -> Tensor:
+    return x.new_empty((x.shape[0] // num_ranks, *x.shape[1:]))
+
+
+@torch.library.impl(_LIBRARY, "all_gather", "CPU")
+def _all_gather(x: Tensor, num_ranks: int, group_name: str) -> Tensor:
+    """[d0, ...] on every rank -> [R * d0, ...], in rank order."""
+    out = _gathered(x, num_ranks)
+    process_group.find(group_name).all_gather_(out, x)
+    return out
+
+
+@torch.library.register_fake("numadist::all_gather", lib=_LIBRARY)
+def _all_gather_fake(x: Tensor, num_ranks: int, group_name: str) -> Tensor:
+    return _gathered(x, num_ranks)
+
+
+def _gathered(x: Tensor, num_ranks: int) -> Tensor:
+    return x.new_empty((x.shape[0] * num_ranks, *x.shape[1:]))
 
 
 @torch.library.impl(_LIBRARY, "all_reduce_add_", "CPU")

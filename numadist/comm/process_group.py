@@ -223,6 +223,14 @@ class ShmGroup(dist.ProcessGroup):
         """A blocking broadcast of a contiguous tensor."""
         self._check(_lib.nd_broadcast(self._core(), t.data_ptr(), t.nbytes, CODES[t.dtype], root))
 
+    def reduce_scatter_(self, out: Tensor, x: Tensor) -> None:
+        """A blocking sum over the ranks: out gets this rank's part of x, an R-th of it."""
+        self._run(BLOCKING, [jobs.reduce_scatter_single(out, x, Op.SUM, self._world)], [out], Op.SUM)
+
+    def all_gather_(self, out: Tensor, x: Tensor) -> None:
+        """A blocking gather: out gets everybody's x, one after the other."""
+        self._run(BLOCKING, [jobs.all_gather_single(out, x, self._world)], [out])
+
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         op = self._op(opts, tensors)
         blocking = opts is not None and not opts.asyncOp

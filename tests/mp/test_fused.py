@@ -1,4 +1,5 @@
-"""all_reduce with residual and norm in one pass, and sums of tensors in shared memory."""
+"""Operators for compiled graphs: all_reduce with residual and norm in one pass, reduce_scatter, all_gather; sums of
+tensors in shared memory."""
 
 import pytest
 import torch
@@ -93,6 +94,42 @@ def check_fused_refuses(rank, world):
 
 def test_fused_op_names_tensors_that_do_not_fit(pool):
     pool.run(check_fused_refuses)
+
+
+def scatter_and_gather(x, name):
+    world = dist.get_world_size()
+    part = torch.ops.numadist.reduce_scatter(x * 2, world, name)
+    return part, torch.ops.numadist.all_gather(part + 1, world, name)
+
+
+def check_scatter_and_gather(rank, world, compiled):
+    name = dist.group.WORLD.group_name
+    run = torch.compile(scatter_and_gather, fullgraph=True) if compiled else scatter_and_gather
+    for shape, dtype in (((2, 5), torch.float32), ((3, 7, 300), torch.bfloat16)):
+        xs = inputs((world * shape[0], *shape[1:]), dtype, world)[0]
+        with torch.no_grad():
+            part, whole = run(xs[rank].transpose(0, -1).contiguous().transpose(0, -1), name)
+        total = sum(2 * x.float() for x in xs)
+        close(part, total.chunk(world)[rank].to(dtype), f"rank {rank}'s part of {shape}")
+        close(whole, (total.to(dtype) + 1), f"all parts of {shape}")
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_reduce_scatter_and_all_gather(pool, compiled):
+    pool.run(check_scatter_and_gather, compiled)
+
+
+def check_scatter_refuses(rank, world):
+    name = dist.group.WORLD.group_name
+    with pytest.raises(CommError, match=f"{world + 1} elements"):
+        torch.ops.numadist.reduce_scatter(torch.ones(world + 1), world, name)
+    with pytest.raises(CommError, match="must have exactly as many"):
+        torch.ops.numadist.all_gather(torch.ones(4), world + 1, name)
+
+
+def test_rows_that_do_not_split_are_a_clear_error(pool):
+    pool.run(check_scatter_refuses)
 
 
 def check_shared(rank, world, dtype):
