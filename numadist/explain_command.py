@@ -30,11 +30,15 @@ def main(argv: Sequence[str]) -> int:
         help="show what ranks='auto', blocks='auto' chooses: on this machine (`numadist profile`), or one of "
         + ", ".join(PRESETS),
     )
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="show what sequence_parallel=True makes of it"
+    )
     options = parser.parse_args(argv)
     profile = None
     if options.auto is not None:
         profile = kept_profile() if options.auto is True else PRESETS[options.auto]
     dtype = getattr(torch, options.dtype)
     model, inputs = models.workload(options.model, options.batch, options.seq, dtype)
-    print(explain(model, inputs, options.ranks, profile=profile))
+    text = explain(model, inputs, options.ranks, profile=profile, sequence_parallel=options.sequence_parallel)
+    print(text)
     return 0

@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from numadist.shard.gguf import GgufCheckpoint
 from numadist.shard.leaders import Member, check_count, lead, members, possible_counts, share_outputs
 from numadist.shard.load import localize_parameters
 from numadist.shard.reduce import Emitter, emit_functional, emit_numadist
-from numadist.shard.schema import Schema
+from numadist.shard.schema import LeftAlone, Schema
+from numadist.shard.sequence import plan_sequence
 from numadist.shard.training import emit_trainable
 
 log = get_logger(__name__)
@@ -71,6 +73,7 @@ def shard(
     ranks: int | str | None = None,
     blocks: str | None = None,
     profile: MachineProfile | None = None,
+    sequence_parallel: bool = False,
 ) -> ShardedModel:
     """Split an unmodified model over the ranks of `group`; a collective call: every rank makes it alike.
 
@@ -85,10 +88,12 @@ def shard(
         give their CPUs to one that is not and only receive the result.
     blocks: "auto" shards only blocks that pay by the cost model. Costs and rejected plans are in `schema.costs`.
     profile: of this machine, default what `numadist profile` has kept.
+    sequence_parallel: between blocks each rank computes its own tokens; sums are reduce-scattered, and gathered again
+        where a block needs all tokens (docs/sharding.md). For inference. A schema that has it needs no argument.
     Keeps no reference to the full weights; drop yours to free them.
     Raises: ShardError if the model cannot be captured, no group exists, or the schema does not fit.
     """
-    _check_call(ranks, blocks, compile, train)
+    _check_call(ranks, blocks, compile, train, sequence_parallel)
     pg = group if group is not None else dist.group.WORLD
     rank, num_ranks = dist.get_rank(pg), dist.get_world_size(pg)
     args, kwargs = as_args(example_inputs)
@@ -97,17 +102,16 @@ def shard(
     everybody = members(pg) if ranks is not None or blocks is not None else []
     if schema is None:
         schema = _planned(gm, everybody, pg, ranks, blocks, profile)
-        if rank == 0:
-            warn_left_alone(schema)
     check_fits(gm, schema, schema.num_ranks if ranks == "auto" else ranks or num_ranks)
+    if sequence_parallel and schema.sequence is None:
+        schema = _with_sequence(gm, schema, warn=rank == 0)
     check_alike(schema, pg)
     planned = time.monotonic()
     log.info("planned %s for %d ranks in %.1f s", type(model).__name__, schema.num_ranks, planned - begin)
     if everybody:
         rank = _apply_to_leaders(gm, schema, everybody, pg)
     else:
-        emit = emit_trainable(pg.group_name, rank, num_ranks) if train else emitter_of(pg)
-        apply(gm, schema, rank, emit)
+        apply(gm, schema, rank, emit_trainable(pg.group_name, rank, num_ranks) if train else emitter_of(pg))
     localize_parameters(gm, schema, rank, local_empty, open_checkpoint(weights, model), train)
     constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
     sharded = ShardedModel(gm, schema, rank, constants)
@@ -118,7 +122,9 @@ def shard(
     return sharded
 
 
-def _check_call(ranks: int | str | None, blocks: str | None, compile: bool, train: bool) -> None:
+def _check_call(
+    ranks: int | str | None, blocks: str | None, compile: bool, train: bool, sequence_parallel: bool
+) -> None:
     """Raises: ShardError without a process group, or for arguments that exclude each other."""
     if not dist.is_initialized():
         raise ShardError(
@@ -131,6 +137,10 @@ def _check_call(ranks: int | str | None, blocks: str | None, compile: bool, trai
         )
     if train and (ranks is not None or blocks is not None):
         raise ShardError("ranks= and blocks= choose for inference; leave them out with train=True")
+    if train and sequence_parallel:
+        raise ShardError(
+            "sequence_parallel=True is for inference: its collectives have no backward; leave it out with train=True"
+        )
     for name, value in (("ranks", ranks), ("blocks", blocks)):
         if isinstance(value, str) and value != "auto":
             raise ShardError(f'{name}={value!r}: expected "auto"{" or a number" if name == "ranks" else ""}')
@@ -144,15 +154,28 @@ def _planned(
     blocks: str | None,
     profile: MachineProfile | None,
 ) -> Schema:
-    """The schema, by what is asked and predicted."""
+    """The schema, by what is asked and predicted. Rank 0 warns of what is left whole."""
     if isinstance(ranks, int):
         check_count(ranks, everybody, gm)
     if ranks != "auto" and blocks != "auto":
-        return build_schema(gm, ranks if isinstance(ranks, int) else dist.get_world_size(group))
-    counts = possible_counts(everybody, gm)
-    if ranks != "auto":
-        counts = [ranks if isinstance(ranks, int) else len(everybody)]
-    return choose_schema(gm, counts, shared_profile(profile, everybody, group), blocks == "auto")
+        schema = build_schema(gm, ranks if isinstance(ranks, int) else dist.get_world_size(group))
+    else:
+        counts = possible_counts(everybody, gm)
+        if ranks != "auto":
+            counts = [ranks if isinstance(ranks, int) else len(everybody)]
+        schema = choose_schema(gm, counts, shared_profile(profile, everybody, group), blocks == "auto")
+    if dist.get_rank(group) == 0:
+        warn_left_alone(schema)
+    return schema
+
+
+def _with_sequence(gm: GraphModule, schema: Schema, warn: bool) -> Schema:
+    """The schema with its sums split by tokens where that is possible."""
+    sequence = plan_sequence(gm, schema)
+    if warn and sequence.all_reduced:
+        text = _with_reasons(sequence.all_reduced)
+        log.warning("sequence_parallel: sums of these modules are all-reduced as without it: %s", text)
+    return replace(schema, sequence=sequence)
 
 
 def _apply_to_leaders(
@@ -195,13 +218,15 @@ def emitter_of(group: dist.ProcessGroup) -> Emitter:
 
 def warn_left_alone(schema: Schema) -> None:
     """One warning for all layers that run replicated: what, and why."""
-    if not schema.left_alone or schema.num_ranks == 1:
-        return
+    if schema.left_alone and schema.num_ranks > 1:
+        log.warning("these layers run replicated on every rank: %s", _with_reasons(schema.left_alone))
+
+
+def _with_reasons(entries: list[LeftAlone]) -> str:
     reasons: dict[str, list[str]] = {}
-    for entry in schema.left_alone:
+    for entry in entries:
         reasons.setdefault(entry.reason, []).append(entry.module)
-    text = "; ".join(f"{_listed(modules)}: {reason}" for reason, modules in reasons.items())
-    log.warning("these layers run replicated on every rank: %s", text)
+    return "; ".join(f"{_listed(modules)}: {reason}" for reason, modules in reasons.items())
 
 
 def _listed(modules: list[str], limit: int = 3) -> str:

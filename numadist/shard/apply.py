@@ -3,7 +3,7 @@
 import operator
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from numadist.errors import ShardError
 from numadist.shard import graph, rules
@@ -12,6 +12,7 @@ from numadist.shard.graph import aten
 from numadist.shard.placement import Shard
 from numadist.shard.reduce import Emit, Emitter, reduce_points
 from numadist.shard.schema import Block, Schema
+from numadist.shard.sequence import Region, outside_readers, region_of, sliced_inputs
 
 
 def check_fits(gm: GraphModule, schema: Schema, num_ranks: int) -> None:
@@ -29,19 +30,33 @@ def check_fits(gm: GraphModule, schema: Schema, num_ranks: int) -> None:
 
 
 def apply(gm: GraphModule, schema: Schema, rank: int, emit: Emitter) -> None:
-    """Turn `gm` into the graph of `rank`, in place: local sizes, local slices, one all-reduce a partial value."""
+    """Turn `gm` into the graph of `rank`, in place: local sizes, local slices, one reduction a partial value.
+
+    Raises: ShardError if the schema splits tokens and `emit` cannot.
+    """
     nodes = {n.name: n for n in gm.graph.nodes}
     points = reduce_points(gm, {nodes[name] for name in schema.partial_values()})
+    region = region_of(gm, schema)
+    if region and emit.reduce_scatter is None:
+        raise ShardError(
+            "this schema is for sequence parallelism, which numadist.shard has for inference only; "
+            "plan the model without it"
+        )
+    _slice_inputs(gm, region, schema.num_ranks, rank)
+    gathered = _gather_shares(gm, region, rank, emit)
     for block in schema.blocks:
         entries = _insert_entries(gm, block, nodes, emit.enter) if emit.enter is not None else {}
         _localize_values(block, nodes, rank)
-        _insert_slices(gm, block, {**nodes, **entries}, rank)
+        _insert_slices(gm, block, {**nodes, **entries, **gathered}, rank)
         for name in block.lookups:
             nodes[name] = _split_lookup(gm, nodes[name], block, rank)
         for name in block.heads if emit.gather_heads or block.kind == "gathered" else []:
             _gather_head(gm, nodes[name], block, rank, emit)
     for point in points:
-        _insert_all_reduce(gm, nodes[point.name], emit)
+        if point in region:
+            _insert_reduce_scatter(gm, nodes[point.name], len(graph.shape(point)), region[point], rank, emit)
+        else:
+            _insert_all_reduce(gm, nodes[point.name], emit)
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
     drop_unused_parameters(gm)
@@ -159,6 +174,79 @@ def _insert_all_reduce(gm: GraphModule, node: Node, emit: Emitter) -> None:
         total = emit.all_reduce(gm.graph, node)
     for user in users:
         user.replace_input_with(node, total)
+
+
+def _slice_inputs(gm: GraphModule, region: Region, num_ranks: int, rank: int) -> None:
+    """Give the ops of a region their share of values that every rank has whole."""
+    for node in region:
+        for source, shard in sliced_inputs(node, region, num_ranks).items():
+            ((dim, tokens),) = shard.dims.items()
+            ((start, stop),) = tokens.cuts[rank]
+            with gm.graph.inserting_before(node):
+                part = gm.graph.call_function(aten.slice.Tensor, (source, dim, start, stop))
+            node.replace_input_with(source, part)
+
+
+def _gather_shares(gm: GraphModule, region: Region, rank: int, emit: Emitter) -> dict[str, Node]:
+    """Give readers outside of a region all tokens; returns the gathered values by name."""
+    gathered: dict[str, Node] = {}
+    for node, shard in region.items():
+        readers = outside_readers(node, region)
+        if not readers:
+            continue
+        ((dim, tokens),) = shard.dims.items()
+        chunk, size = tokens.local_size(0), tokens.cuts[-1][0][1]
+        g, ndim = gm.graph, len(graph.shape(node)) - dim
+        with g.inserting_before(node.next):
+            x = _tokens_first(g, node, dim)
+            x = _padded(g, x, ndim, chunk - tokens.local_size(rank))
+            x = emit.all_gather(g, x)
+            if chunk * len(tokens.cuts) > size:
+                x = g.call_function(aten.slice.Tensor, (x, 0, 0, size))
+            x = _tokens_back(g, x, dim)
+        x.meta = {**node.meta, "val": graph.value(node).contiguous()}  # for rewrites that ask for sizes
+        for reader in readers:
+            reader.replace_input_with(node, x)
+        gathered[node.name] = x
+    return gathered
+
+
+def _insert_reduce_scatter(
+    gm: GraphModule, node: Node, ndim: int, shard: Shard, rank: int, emit: Emitter
+) -> None:
+    assert emit.reduce_scatter is not None
+    ((dim, tokens),) = shard.dims.items()
+    chunk, local, size = tokens.local_size(0), tokens.local_size(rank), tokens.cuts[-1][0][1]
+    g, users = gm.graph, list(node.users)
+    with g.inserting_before(node.next):
+        x = _tokens_first(g, node, dim)
+        x = _padded(g, x, ndim - dim, chunk * len(tokens.cuts) - size)
+        x = emit.reduce_scatter(g, x)
+        if local < chunk:
+            x = g.call_function(aten.slice.Tensor, (x, 0, 0, local))
+        x = _tokens_back(g, x, dim)
+    for user in users:
+        user.replace_input_with(node, x)
+
+
+def _tokens_first(g: Graph, x: Node, dim: int) -> Node:
+    """x [1, ..., tokens, ...] -> [tokens, ...]: collectives are along dim 0."""
+    for _ in range(dim):
+        x = g.call_function(aten.squeeze.dim, (x, 0))
+    return x
+
+
+def _tokens_back(g: Graph, x: Node, dim: int) -> Node:
+    for _ in range(dim):
+        x = g.call_function(aten.unsqueeze.default, (x, 0))
+    return x
+
+
+def _padded(g: Graph, x: Node, ndim: int, num_rows: int) -> Node:
+    """x with rows of zeros behind: all ranks' chunks must be of one size."""
+    if not num_rows:
+        return x
+    return g.call_function(aten.constant_pad_nd.default, (x, [0, 0] * (ndim - 1) + [0, num_rows]))
 
 
 def drop_unused_parameters(gm: GraphModule) -> None:

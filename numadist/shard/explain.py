@@ -1,5 +1,7 @@
 """`numadist.explain`: every decision of the compiler, on the graph's own lines."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from numadist.shard.capture import as_args, capture
 from numadist.shard.placement import Shard, cut_size
 from numadist.shard.reduce import point_of, reduce_points
 from numadist.shard.schema import Block, Schema
+from numadist.shard.sequence import Region, outside_readers, plan_sequence, region_of
 
 
 def explain(
@@ -22,10 +25,12 @@ def explain(
     *,
     dynamic_shapes: Any = None,
     profile: MachineProfile | None = None,
+    sequence_parallel: bool = False,
 ) -> str:
     """How `model` would be sharded over `num_ranks` ranks: blocks, code with placements, bytes, all-reduces.
 
     num_ranks: default 2, with a profile one a node of that machine, at least 2.
+    sequence_parallel: as numadist.shard takes it; costs do not know of it.
     profile: show what ranks="auto", blocks="auto" would choose there of so many ranks, and what else was considered.
 
     Plans only: no weight is copied and no process group is needed. Raises: ShardError as numadist.shard does.
@@ -33,25 +38,34 @@ def explain(
     args, kwargs = as_args(example_inputs)
     gm = capture(model, args, kwargs, dynamic_shapes)
     if profile is None:
-        return explain_graph(gm, build_schema(gm, num_ranks or 2))
-    num_ranks = num_ranks or max(2, profile.nodes)
-    counts = [n for n in range(num_ranks, 0, -1) if num_ranks % n == 0]
-    return explain_graph(gm, choose_schema(gm, counts, profile, choose_blocks=True))
+        schema = build_schema(gm, num_ranks or 2)
+    else:
+        num_ranks = num_ranks or max(2, profile.nodes)
+        counts = [n for n in range(num_ranks, 0, -1) if num_ranks % n == 0]
+        schema = choose_schema(gm, counts, profile, choose_blocks=True)
+    if sequence_parallel:
+        schema = replace(schema, sequence=plan_sequence(gm, schema))
+    return explain_graph(gm, schema)
 
 
 def explain_graph(gm: GraphModule, schema: Schema) -> str:
     """The same for a graph already captured, before it is rewritten for a rank."""
     nodes = {n.name: n for n in gm.graph.nodes}
     points = reduce_points(gm, {nodes[name] for name in schema.partial_values()})
-    lines = [*_summary(gm, schema, points), *_cost_lines(schema), ""]
+    region = region_of(gm, schema)
+    lines = [*_summary(gm, schema), *_collective_lines(schema, points, region), *_cost_lines(schema), ""]
     described: dict[tuple, str] = {}
     for block in schema.blocks:
-        shape = _signature(block, nodes)
+        shape = _signature(block, nodes, points, region)
         if shape in described:
             lines.append(f"{block.module}: {block.kind}, as {described[shape]}")
             continue
         described[shape] = block.module
-        lines += _block_lines(block, nodes, points)
+        lines += _block_lines(block, nodes, points, region)
+    lines += _region_lines(points, region)
+    if schema.sequence is not None and schema.sequence.all_reduced:
+        lines += ["", "all tokens on every rank:"]
+        lines += [f"  {entry.module} ({entry.node}): {entry.reason}" for entry in schema.sequence.all_reduced]
     if schema.left_alone:
         lines += ["", "replicated on every rank:"]
         lines += [f"  {entry.module} ({entry.node}): {entry.reason}" for entry in schema.left_alone]
@@ -70,7 +84,7 @@ def param_bytes(gm: GraphModule, schema: Schema, rank: int) -> int:
     return sum(seen.values())
 
 
-def _summary(gm: GraphModule, schema: Schema, points: list[Node]) -> list[str]:
+def _summary(gm: GraphModule, schema: Schema) -> list[str]:
     whole = param_bytes(gm, Schema(1, ""), 0)
     kinds: dict[str, int] = {}
     for block in schema.blocks:
@@ -78,12 +92,57 @@ def _summary(gm: GraphModule, schema: Schema, points: list[Node]) -> list[str]:
     counts = ", ".join(f"{n} x {kind}" for kind, n in kinds.items()) or "none"
     local = [param_bytes(gm, schema, rank) for rank in range(schema.num_ranks)]
     shares = ", ".join(f"r{r} {b / 1e6:.1f} MB ({b / whole:.0%})" for r, b in enumerate(local))
-    sizes = sorted({_bytes_text(n) for n in points})
     return [
         f"{schema.num_ranks} ranks; sharded blocks: {counts}; whole model {whole / 1e6:.1f} MB",
         f"weights per rank: {shares}",
-        f"all-reduces per forward: {len(points)}" + (f" of {', '.join(sizes)}" if points else ""),
     ]
+
+
+def _collective_lines(schema: Schema, points: list[Node], region: Region) -> list[str]:
+    reduced = [p for p in points if p not in region]
+    lines = [f"all-reduces per forward: {_counted(reduced)}"]
+    if schema.sequence is not None:
+        scattered = [p for p in points if p in region]
+        gathered = [n for n in region if outside_readers(n, region)]
+        lines.append(f"reduce-scatters per forward: {_counted(scattered)}{_total(scattered)}")
+        lines.append(f"all-gathers per forward: {_counted(gathered)}{_total(gathered)}")
+    return lines
+
+
+def _counted(nodes: list[Node]) -> str:
+    sizes = sorted({_bytes_text(n) for n in nodes})
+    return f"{len(nodes)}" + (f" of {', '.join(sizes)}" if nodes else "")
+
+
+def _total(nodes: list[Node]) -> str:
+    """Bytes of the whole tensors, which are what the ranks exchange together."""
+    num_bytes = sum(math.prod(map(graph.hint, graph.shape(n))) * graph.value(n).dtype.itemsize for n in nodes)
+    return f", {num_bytes / 1e6:.2f} MB in all" if nodes else ""
+
+
+def _region_lines(points: list[Node], region: Region) -> list[str]:
+    """What a rank computes for its own tokens, from one reduce-scatter to the next; what repeats is named only."""
+    lines: list[str] = []
+    seen: dict[tuple[str, ...], str] = {}
+    parts: list[list[Node]] = []
+    for node in region:
+        if node in points:
+            parts.append([])
+        parts[-1].append(node)
+    for first, *rest in parts:
+        ops = (_region_text(first, region), *(f"{graph.op_name(n)} {_region_text(n, region)}" for n in rest))
+        if ops in seen:
+            lines.append(f"own tokens after {first.name}: as after {seen[ops]}")
+            continue
+        seen[ops] = first.name
+        lines.append(f"own tokens after {first.name}: {_shard_text(region[first])}")
+        lines += [f"    {_code(node)}  # {_region_text(node, region)}" for node in rest]
+    return lines
+
+
+def _region_text(node: Node, region: Region) -> str:
+    gathered = " -> gathered" if outside_readers(node, region) else ""
+    return _shard_text(region[node]) + gathered
 
 
 def _cost_lines(schema: Schema) -> list[str]:
@@ -110,13 +169,14 @@ def _bytes_text(node: Node) -> str:
     return f"{tuple(val.shape)} {str(val.dtype).removeprefix('torch.')}"
 
 
-def _signature(block: Block, nodes: dict[str, Node]) -> tuple:
+def _signature(block: Block, nodes: dict[str, Node], points: list[Node], region: Region) -> tuple:
     """Equal for blocks that look alike: layer after layer of one model."""
     values = [(str(nodes[name.partition(".")[0]].target), repr(s)) for name, s in block.values.items()]
-    return (block.kind, tuple(sorted(values)), tuple(repr(s) for s in block.params.values()))
+    scattered = any(point in region for point in _reductions(block, nodes, points))
+    return (block.kind, tuple(sorted(values)), tuple(repr(s) for s in block.params.values()), scattered)
 
 
-def _block_lines(block: Block, nodes: dict[str, Node], points: list[Node]) -> list[str]:
+def _block_lines(block: Block, nodes: dict[str, Node], points: list[Node], region: Region) -> list[str]:
     unit = f", cut on multiples of {block.units[-1]}" if block.units else ""
     lines = [f"{block.module}: {block.kind}{unit}"]
     lines += [f"  {name}: {_shard_text(shard)}" for name, shard in block.params.items()]
@@ -126,11 +186,16 @@ def _block_lines(block: Block, nodes: dict[str, Node], points: list[Node]) -> li
     for node in nodes.values():
         if node.name in inside:
             lines.append(f"    {_code(node)}  # {_placement_text(node, block)}")
-    for name in [block.sink, *block.lookups]:
-        point = point_of(nodes[name], points) if name is not None else None
-        if point is not None:
-            lines.append(f"    all_reduce({point.name})  # {_bytes_text(point)}")
+    for point in _reductions(block, nodes, points):
+        collective = "reduce_scatter" if point in region else "all_reduce"
+        lines.append(f"    {collective}({point.name})  # {_bytes_text(point)}")
     return lines
+
+
+def _reductions(block: Block, nodes: dict[str, Node], points: list[Node]) -> list[Node]:
+    """Where the sums of the block are taken, each time it is named."""
+    sinks = [nodes[name] for name in (block.sink, *block.lookups) if name is not None]
+    return [point for sink in sinks if (point := point_of(sink, points)) is not None]
 
 
 def _placement_text(node: Node, block: Block) -> str:

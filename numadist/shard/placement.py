@@ -113,6 +113,18 @@ def base_unit(size: int, num_ranks: int) -> int:
     return max(good) if good else min(units, key=lambda u: (imbalance[u], -u))
 
 
+def equal_chunks(size: int, num_ranks: int, unit: int = 1) -> DimShard | None:
+    """Chunks of one length, a multiple of `unit`, and only the last one shorter: gathered chunks need no index.
+
+    None if a rank would get nothing.
+    """
+    chunk = math.ceil(size / num_ranks / unit) * unit
+    if (num_ranks - 1) * chunk >= size:
+        return None
+    starts = [rank * chunk for rank in range(num_ranks)]
+    return DimShard(tuple(((start, min(start + chunk, size)),) for start in starts))
+
+
 def split_units(size: int, units: tuple[int, ...], num_ranks: int) -> tuple[Cut, ...] | None:
     """Cut [0, size) for the ranks on multiples of the largest unit; None if there are too few units.
 

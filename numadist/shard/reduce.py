@@ -83,6 +83,8 @@ class Emitter:
 
     all_reduce: Emit  # partial value -> its sum over the ranks
     all_gather: Emit  # [d0, ...] on each rank -> [num_ranks * d0, ...]
+    # [num_ranks * d0, ...] partial -> [d0, ...]: this rank's part of the sum. None: no sequence parallelism here.
+    reduce_scatter: Emit | None = None
     # Training only: a replicated value on its way into a block; its gradient is a sum over the ranks.
     enter: Emit | None = None
     # False: a vocabulary-split head gives each rank the logits of its own rows, for callers that need no others.
@@ -102,15 +104,27 @@ def emit_functional(group_name: str, num_ranks: int) -> Emitter:
         started = g.call_function(ops.all_gather_into_tensor.default, (dense, num_ranks, group_name))
         return g.call_function(ops.wait_tensor.default, (started,))
 
-    return Emitter(all_reduce, all_gather)
+    def reduce_scatter(g: torch.fx.Graph, x: Node) -> Node:
+        dense = g.call_function(aten.contiguous.default, (x,))
+        started = g.call_function(ops.reduce_scatter_tensor.default, (dense, "sum", num_ranks, group_name))
+        return g.call_function(ops.wait_tensor.default, (started,))
+
+    return Emitter(all_reduce, all_gather, reduce_scatter)
 
 
 def emit_numadist(group_name: str, num_ranks: int) -> Emitter:
-    """All-reduce as our mutating op, for groups of backend "numa": three times cheaper in a compiled graph."""
+    """Our own ops, for groups of backend "numa": three times cheaper in a compiled graph."""
+    ops = torch.ops.numadist
 
     def all_reduce(g: torch.fx.Graph, x: Node) -> Node:
         dense = g.call_function(aten.contiguous.default, (x,))
-        g.call_function(torch.ops.numadist.all_reduce_.default, (dense, group_name))
+        g.call_function(ops.all_reduce_.default, (dense, group_name))
         return dense
 
-    return Emitter(all_reduce, emit_functional(group_name, num_ranks).all_gather)
+    def all_gather(g: torch.fx.Graph, x: Node) -> Node:
+        return g.call_function(ops.all_gather.default, (x, num_ranks, group_name))
+
+    def reduce_scatter(g: torch.fx.Graph, x: Node) -> Node:
+        return g.call_function(ops.reduce_scatter.default, (x, num_ranks, group_name))
+
+    return Emitter(all_reduce, all_gather, reduce_scatter)

@@ -13,7 +13,8 @@ from typing import Any
 from numadist.errors import ShardError
 from numadist.shard.placement import Shard
 
-VERSION = 2
+VERSION = 3
+_READABLE = (2, VERSION)  # 2 has no `sequence`
 
 
 @dataclass
@@ -42,6 +43,18 @@ class LeftAlone:
     module: str
     node: str
     reason: str
+
+
+@dataclass
+class Sequence:
+    """What lies between blocks, split by tokens: a rank computes its own share.
+
+    Removing a value from `values` has it computed whole on every rank again.
+    """
+
+    # A partial sum among them is reduce-scattered instead of all-reduced.
+    values: dict[str, Shard]
+    all_reduced: list[LeftAlone]  # sums that every rank gets whole all the same
 
 
 @dataclass
@@ -81,6 +94,7 @@ class Schema:
     blocks: list[Block] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
     costs: Costs | None = None  # of an automatic choice
+    sequence: Sequence | None = None  # sequence parallelism, if it was asked for
 
     def param_shards(self) -> dict[str, Shard]:
         """Placement of every sharded parameter; all others are replicated."""
@@ -97,6 +111,9 @@ class Schema:
     def to_json(self) -> str:
         data = {"numadist_schema": VERSION, **asdict(self)}
         data["blocks"] = [_block_to_json(b) for b in self.blocks]
+        if self.sequence is not None:
+            values = {name: shard.to_json() for name, shard in self.sequence.values.items()}
+            data["sequence"] = {**data["sequence"], "values": values}
         return json.dumps(data, indent=1)
 
     @classmethod
@@ -107,12 +124,15 @@ class Schema:
             version = data.pop("numadist_schema")
         except (ValueError, KeyError, AttributeError):
             raise ShardError('not a numadist schema: expected JSON with the key "numadist_schema"') from None
-        if version != VERSION:
-            raise ShardError(f"schema version {version}, this numadist reads {VERSION}; plan the model again")
+        if version not in _READABLE:
+            raise ShardError(
+                f"schema version {version}, this numadist reads {_READABLE}; plan the model again"
+            )
         try:
             data["blocks"] = [_block_from_json(b) for b in data["blocks"]]
             data["left_alone"] = [LeftAlone(**entry) for entry in data["left_alone"]]
             data["costs"] = _costs_from_json(data.get("costs"))
+            data["sequence"] = _sequence_from_json(data.get("sequence"))
             return cls(**data)
         except (TypeError, KeyError, ValueError) as e:
             raise ShardError(f"damaged numadist schema: {type(e).__name__}: {e}") from None
@@ -145,6 +165,15 @@ def _block_from_json(data: Mapping[str, Any]) -> Block:
             "values": {n: Shard.from_json(s) for n, s in data["values"].items()},
             "slices": {n: (Shard.from_json(s), list(users)) for n, (s, users) in data["slices"].items()},
         }
+    )
+
+
+def _sequence_from_json(data: Mapping[str, Any] | None) -> Sequence | None:
+    if data is None:
+        return None
+    return Sequence(
+        {name: Shard.from_json(shard) for name, shard in data["values"].items()},
+        [LeftAlone(**entry) for entry in data["all_reduced"]],
     )
 
 

@@ -80,4 +80,4 @@ def emit_trainable(group_name: str, rank: int, num_ranks: int) -> Emitter:
     def enter(g: Graph, x: Node) -> Node:
         return g.call_function(enter_block, (x, group_name))
 
-    return Emitter(all_reduce, all_gather, enter)
+    return Emitter(all_reduce, all_gather, enter=enter)

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from numadist.shard import graph
 from numadist.shard.graph import Contraction, Dependencies, aten
-from numadist.shard.placement import ALIGNMENT, DimShard, Shard
+from numadist.shard.placement import ALIGNMENT, DimShard, Shard, equal_chunks
 
 # A smaller table (positions, token types, a two-way classifier) costs more to reduce than to keep whole.
 MIN_SHARE_OF_MODEL = 0.02
@@ -31,13 +31,8 @@ class VocabularyPlan:
 
 
 def vocabulary_cut(size: int, num_ranks: int) -> DimShard | None:
-    """Equal chunks, only the last one shorter, so that gathered chunks need no index; None if a rank gets none."""
-    for unit in (ALIGNMENT, 1):
-        chunk = math.ceil(size / num_ranks / unit) * unit
-        if (num_ranks - 1) * chunk < size:
-            starts = [rank * chunk for rank in range(num_ranks)]
-            return DimShard(tuple(((start, min(start + chunk, size)),) for start in starts))
-    return None
+    """Rows per rank, aligned where that leaves each rank some; None if a rank gets none."""
+    return equal_chunks(size, num_ranks, ALIGNMENT) or equal_chunks(size, num_ranks)
 
 
 def plan_vocabulary(

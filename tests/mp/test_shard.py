@@ -87,6 +87,68 @@ def test_bf16_is_no_further_from_the_truth_than_the_unsharded_model(group):
     group.run(check_bf16)
 
 
+def check_sequence_parallel(rank, world):
+    """One sequence, split by positions, and several, split by sequences; both unevenly."""
+    import sys
+
+    import numadist
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "shard"))
+    from zoo import ZOO, main_output, make, tokens
+
+    for name, batch, dtype in (
+        ("gpt2", 1, torch.float32),
+        ("gpt2", 2 * world - 1, torch.float32),
+        ("llama-uneven", 1, torch.float32),
+        ("bert", 1, torch.bfloat16),
+    ):
+        inputs = {**ZOO[name].inputs(), "input_ids": tokens(11, batch)}
+        model = make(name).to(dtype)
+        with torch.no_grad():
+            truth = main_output(make(name).to(dtype).float()(**inputs))
+            sharded = numadist.shard(model, inputs, sequence_parallel=True)
+            ours, unsharded = main_output(sharded(**inputs)), main_output(model(**inputs))
+        assert not sharded.schema.sequence.all_reduced
+        error, scale = (ours - truth).abs().max().item(), truth.abs().max().item()
+        limit = 1e-5 * scale if dtype == torch.float32 else 1.5 * (unsharded - truth).abs().max().item()
+        assert error <= limit, f"{name}, batch {batch}, {dtype}: {error} of {scale}, limit {limit}"
+    return ours
+
+
+def test_sequence_parallel_equals_the_unsharded_model(group):
+    answers = group.run(check_sequence_parallel)
+    assert all(torch.equal(answer, answers[0]) for answer in answers), "ranks differ in bits"
+
+
+def check_sequence_parallel_compiled(rank, world):
+    import numadist
+    from numadist import models
+
+    torch._dynamo.reset()
+    model = models.build("gpt2-tiny", n_layer=1)
+    inputs = {"input_ids": torch.arange(11)[None], "use_cache": False, "logits_to_keep": 1}
+    sharded = numadist.shard(model, inputs, compile=True, sequence_parallel=True)
+    with torch.no_grad():
+        for _ in range(2):
+            error = (sharded(**inputs).logits - model(**inputs).logits).abs().max().item()
+            assert error < 1e-5, f"rank {rank} of {world}: {error}"
+
+
+def test_sequence_parallel_compiled(numa_pair):
+    numa_pair.run(check_sequence_parallel_compiled)
+
+
+def check_sequence_parallel_refused(rank, world):
+    import numadist
+
+    with pytest.raises(numadist.ShardError, match="sequence_parallel=True is for inference"):
+        numadist.shard(torch.nn.Linear(4, 4), torch.ones(2, 4), train=True, sequence_parallel=True)
+
+
+def test_sequence_parallel_is_refused_for_training(numa_pair):
+    numa_pair.run(check_sequence_parallel_refused)
+
+
 def check_without_copying_the_whole(rank, world):
     """The sharded module keeps no reference to full weights."""
     import gc

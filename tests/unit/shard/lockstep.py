@@ -7,6 +7,7 @@ rewriting can be tested for any number of ranks without a process group.
 import copy
 import functools
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from numadist.shard.capture import as_args, capture
 from numadist.shard.load import localize_parameters
 from numadist.shard.reduce import Emitter
 from numadist.shard.schema import Schema
+from numadist.shard.sequence import plan_sequence
 
 TIMEOUT_S = 60
 
@@ -41,10 +43,16 @@ class Board:
     def all_gather(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         return torch.cat(self._exchange(x, rank))
 
+    def reduce_scatter(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        total = self.all_reduce(x, rank)
+        assert len(total) % len(self.values) == 0, f"{len(total)} rows for {len(self.values)} ranks"
+        return total.chunk(len(self.values))[rank]
+
     def emitter(self, rank: int) -> Emitter:
         return Emitter(
             all_reduce=lambda g, x: g.call_function(self.all_reduce, (x, rank)),
             all_gather=lambda g, x: g.call_function(self.all_gather, (x, rank)),
+            reduce_scatter=lambda g, x: g.call_function(self.reduce_scatter, (x, rank)),
         )
 
 
@@ -55,6 +63,7 @@ def shard_all(
     dynamic_shapes: Any = None,
     schema=None,
     checkpoint=None,
+    sequence_parallel: bool = False,
 ) -> tuple[Schema, list[torch.fx.GraphModule], Board]:
     """Every rank's graph of `model`."""
     board = Board(num_ranks)
@@ -64,6 +73,8 @@ def shard_all(
     for rank in range(num_ranks):
         gm = copy.deepcopy(captured)
         schema = schema or build_schema(gm, num_ranks)
+        if sequence_parallel and schema.sequence is None:
+            schema = replace(schema, sequence=plan_sequence(gm, schema))
         apply(gm, schema, rank, board.emitter(rank))
         localize_parameters(
             gm, schema, rank, lambda shape, dtype: torch.empty(shape, dtype=dtype), checkpoint

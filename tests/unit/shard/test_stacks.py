@@ -71,17 +71,17 @@ def stacks(draw):
                 "repeat": draw(st.booleans()),
             }
         )
-    return width, blocks, draw(st.integers(2, 5)), draw(st.integers(1, 3))
+    return width, blocks, draw(st.integers(2, 5)), draw(st.integers(1, 3)), draw(st.booleans())
 
 
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(stacks())
 def test_any_stack_of_blocks_gives_the_unsharded_answer(drawn):
-    width, specs, num_ranks, batch = drawn
+    width, specs, num_ranks, batch, sequence_parallel = drawn
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(width, spec) for spec in specs)).eval()
     x = torch.randn(batch, 5, width)
-    _, graphs, board = shard_all(model, x, num_ranks)
+    _, graphs, board = shard_all(model, x, num_ranks, sequence_parallel=sequence_parallel)
     with torch.no_grad():
         expected = model(x)
     scale = expected.abs().max().item()
