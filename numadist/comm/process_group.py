@@ -26,7 +26,7 @@ from torch.distributed import ReduceOp
 
 from numadist import _native
 from numadist._native import Arguments, Coll, Op
-from numadist.comm import jobs, members, segment, watch
+from numadist.comm import jobs, members, rows, segment, watch
 from numadist.comm.choose import SHARED_BYTES
 from numadist.comm.dtypes import CODES, OPS, REDUCIBLE
 from numadist.comm.dynamo import hide_from_dynamo
@@ -224,12 +224,18 @@ class ShmGroup(dist.ProcessGroup):
         self._check(_lib.nd_broadcast(self._core(), t.data_ptr(), t.nbytes, CODES[t.dtype], root))
 
     def reduce_scatter_(self, out: Tensor, x: Tensor) -> None:
-        """A blocking sum over the ranks: out gets this rank's part of x, an R-th of it."""
-        self._run(BLOCKING, [jobs.reduce_scatter_single(out, x, Op.SUM, self._world)], [out], Op.SUM)
+        """out = this rank's part, an R-th, of the sum of x over the ranks."""
+        if self.shares_memory and rows.are_plain(x, out, self._world):
+            self._check(rows.reduce_scatter(self._core(), out, x, self._world), out, Op.SUM)
+        else:
+            self._run(BLOCKING, [jobs.reduce_scatter_single(out, x, Op.SUM, self._world)], [out], Op.SUM)
 
     def all_gather_(self, out: Tensor, x: Tensor) -> None:
-        """A blocking gather: out gets everybody's x, one after the other."""
-        self._run(BLOCKING, [jobs.all_gather_single(out, x, self._world)], [out])
+        """out = everybody's x, one after the other."""
+        if self.shares_memory and rows.are_plain(out, x, self._world):
+            self._check(rows.all_gather(self._core(), out, x, self._world), out)
+        else:
+            self._run(BLOCKING, [jobs.all_gather_single(out, x, self._world)], [out])
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         op = self._op(opts, tensors)
