@@ -136,6 +136,12 @@ def workload(
     return model, prefill_inputs(model, batch, seq)
 
 
+def has_room(model: torch.nn.Module, seq: int) -> bool:
+    """Whether the model takes so many tokens at once."""
+    config: Any = model.config
+    return seq <= config.max_position_embeddings
+
+
 def prefill_inputs(model: torch.nn.Module, batch: int, seq: int) -> dict[str, Any]:
     """Random tokens [batch, seq] of a seed, and for a causal model what asks for the last position's logits only."""
     config: Any = model.config

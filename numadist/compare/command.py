@@ -10,7 +10,7 @@ from numadist import models
 from numadist.compare import report
 from numadist.compare.profiles import DEFAULT, PAPER, QUICK, SMALL, Profile
 from numadist.compare.rounds import Case, measure_case
-from numadist.compare.variants import REFERENCE, VARIANTS, Variant, chosen
+from numadist.compare.variants import REFERENCE, VARIANTS, Variant, chosen, missing
 from numadist.compare.worker import Job, Worker
 from numadist.topology.machine import Machine
 from numadist.topology.sysfs import read_machine
@@ -26,10 +26,14 @@ def main(argv: Sequence[str]) -> int:
     progress = Progress(sum(len(shapes) for _, shapes in plan))
     cases: list[Case] = []
     for model, shapes in plan:
+    absent = missing(options.llama_python)
+    variants = chosen(options.variants, absent)
+    if options.variants is None:
+        print("".join(f"no row of {name}: {what}\n" for name, what in absent.items()), end="")
         job = Job(model, options.dtype, max(seq for _, seq in shapes))
         with ExitStack() as stack:
             workers = {}
-            for variant in chosen(options.variants):
+            for variant in variants:
                 progress(f"{model}: starting {variant.name}")
                 workers[variant.name] = worker = start(variant, job, options, machine)
                 stack.callback(worker.close)
@@ -68,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(profile=DEFAULT)
     for name, profile in {"quick": QUICK, "small": SMALL, "paper": PAPER}.items():
         parser.add_argument(
+    parser.add_argument(
+        "--llama-python",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="an interpreter that has llama-cpp-python, for the variant llama.cpp; default this one",
+    )
             f"--{name}", dest="profile", action="store_const", const=profile, help=_described(profile)
         )
     parser.add_argument("--json", metavar="FILE", help="all rows, with the median of every round")
@@ -136,7 +146,7 @@ def start(variant: Variant, job: Job, options: argparse.Namespace, machine: Mach
         numarun = ["--nproc-per-node", "2"]
     # Without being asked for, the reference only checks the others' answers.
     is_timed = variant.name != REFERENCE or options.variants is None or REFERENCE in options.variants
-    return Worker(variant.name, job, cpus, nodes, numarun, is_timed)
+    return Worker(variant.name, job, cpus, nodes, numarun, is_timed, options.llama_python)
 
 
 def _write(options: argparse.Namespace, cases: list[Case], machine: Machine) -> None:

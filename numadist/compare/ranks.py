@@ -37,7 +37,7 @@ class Rank:
 
     def __init__(self, variant: Variant, job: Job):
         self.variant = variant
-        self.shapes = OneShape(job, self.shard)
+        self.shapes = OneShape(job, self.shard, keeps_model=False)
 
     def lead(self, *request: Any) -> Any:
         """Rank 0: have all ranks run one request, as Worker.forward takes it."""

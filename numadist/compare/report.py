@@ -41,6 +41,7 @@ def case_lines(case: Case) -> list[str]:
             f"  {row.variant:<21}{row.timing.median_ms:>6.1f} ms{row.timing.min_ms:>6.1f} ms"
             f"{row.timing.cv:>7.1%}  {text:<20}{verdict:<8}{row.error:.0e}  {'; '.join(notes)}"
         )
+    lines += [f"  {name:<21}no row: {why}" for name, why in case.left_out.items()]
     lines += [f"  {name:<21}no result: {why}" for name, why in case.failed.items()]
     if case.foreign_cores > FOREIGN_LIMIT or case.steal > 0.01:
         lines.append(f"  noisy: {case.foreign_cores:.1f} cores busy with other work, {case.steal:.1%} stolen")
@@ -113,8 +114,8 @@ def to_json(cases: list[Case], setting: dict[str, Any]) -> list[dict[str, Any]]:
                     "repeated_rounds": case.repeated,
                 }
             )
-        for name, why in case.failed.items():
-            rows.append({**shape, "variant": name, "failed": why})
+        for key, reasons in (("left_out", case.left_out), ("failed", case.failed)):
+            rows += [{**shape, "variant": name, key: why} for name, why in reasons.items()]
     return rows
 
 

@@ -11,7 +11,7 @@ import psutil
 from numadist.compare import noise
 from numadist.compare.profiles import MIN_ROUNDS, Profile
 from numadist.compare.statistics import Timing
-from numadist.compare.variants import REFERENCE
+from numadist.compare.variants import REFERENCE, CannotRun
 from numadist.compare.worker import Worker
 from numadist.errors import NumadistError
 
@@ -35,13 +35,17 @@ class Row:
 
 @dataclass
 class Case:
-    """All variants on one shape, in one interleaved run; `failed` names those that gave no row, and why."""
+    """All variants on one shape, in one interleaved run; `failed` names those that gave no row, and why.
+
+    left_out: those that do not take this model or dtype.
+    """
 
     model: str
     batch: int
     seq: int
     rows: list[Row] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
     skipped: str = ""  # why nothing was timed
     foreign_cores: float = 0.0  # median over the rounds
     steal: float = 0.0
@@ -114,6 +118,9 @@ def _warm_up(
             first_s = time.monotonic() - begin
             if workers[name].is_timed:
                 forward_s += min(workers[name].forward(case.batch, case.seq, profile.warm_up - 1).seconds)
+        except CannotRun as limit:
+            case.left_out[name] = str(limit)
+            continue
         except NumadistError as failure:
             case.failed[name] = str(failure).splitlines()[-1]
             continue

@@ -1,6 +1,7 @@
 """The processes of one variant, and the pipe the harness drives them by.
 
-`python -m numadist.compare.worker SOCKET VARIANT MODEL DTYPE LONGEST CPUS NODES`, under numarun where there are ranks.
+`python -m numadist.compare.worker SOCKET VARIANT MODEL DTYPE LONGEST CPUS NODES PYTHON`, under numarun where there
+are ranks. PYTHON: the interpreter that has llama-cpp-python.
 A single process first widens or narrows its CPUs and sets its memory policy, and only then imports torch: what it
 inherits from the harness, or from a pinned rank that asks for a baseline, must not count.
 """
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from numadist import _syscalls, binding
-from numadist.compare.variants import VARIANTS, Variant
+from numadist.compare.variants import VARIANTS, CannotRun, Variant
 from numadist.errors import NumadistError
 from numadist.topology.cpuset import format_list, parse_list
 
@@ -39,12 +40,16 @@ class Job:
     dtype: str
     longest: int = 0
 
-    def load(self, batch: int, seq: int) -> "tuple[torch.nn.Module, dict[str, Any]]":
-        """The unsharded model and its keyword inputs for one shape."""
+    def load(
+        self, batch: int, seq: int, kept: "torch.nn.Module | None" = None
+    ) -> "tuple[torch.nn.Module, dict[str, Any]]":
+        """The unsharded model and its keyword inputs for one shape. kept: loaded before, to use again if it fits."""
         import torch
 
         from numadist import models
 
+        if kept is not None and ":" not in self.model and models.has_room(kept, seq):
+            return kept, models.prefill_inputs(kept, batch, seq)
         return models.workload(self.model, batch, seq, getattr(torch, self.dtype), self.longest)
 
 
@@ -63,6 +68,7 @@ class Worker:
 
     numarun: options for the variants with ranks, e.g. ["--nproc-per-socket", "2"].
     is_timed: not so for a reference that only checks the others' answers.
+    llama_python: the interpreter that has llama-cpp-python.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class Worker:
         nodes: Iterable[int] = (),
         numarun: Iterable[str] = (),
         is_timed: bool = True,
+        llama_python: str = sys.executable,
     ):
         self.variant: Variant = VARIANTS[variant]
         self.is_timed = is_timed
@@ -82,7 +89,7 @@ class Worker:
             listener.bind(address)
             listener.listen(1)
             command = [address, variant, job.model, job.dtype, str(job.longest)]
-            command += [format_list(cpus), format_list(nodes)]
+            command += [format_list(cpus), format_list(nodes), llama_python]
             begin = time.monotonic()
             self._process = subprocess.Popen(self._start(command, list(numarun)))
             self._pipe = self._accept(listener)
@@ -115,7 +122,7 @@ class Worker:
         )
 
     def forward(self, batch: int, seq: int, times: int = 1, input_ids: "np.ndarray | None" = None) -> Answer:
-        """Run `times` forwards of one shape. Raises: NumadistError with the worker's own traceback.
+        """Run `times` forwards of one shape. Raises: CannotRun, NumadistError with the worker's own traceback.
 
         input_ids: tokens [batch, seq] instead of the job's own.
         """
@@ -141,6 +148,8 @@ class Worker:
             raise NumadistError(
                 f"variant {self.variant.name} ended with exit code {code}; see its output above"
             ) from None
+        if kind == "cannot":
+            raise CannotRun(value)
         if kind == "error":
             raise NumadistError(f"variant {self.variant.name} failed:\n{value}")
         return value
@@ -148,7 +157,7 @@ class Worker:
 
 def main() -> None:
     """Entry point of the worker's processes."""
-    address, name, model, dtype, longest, cpu_list, node_list = sys.argv[1:]
+    address, name, model, dtype, longest, cpu_list, node_list, llama_python = sys.argv[1:]
     variant, job = VARIANTS[name], Job(model, dtype, int(longest))
     if variant.process == "ranks":
         from numadist.compare.ranks import serve_rank
@@ -165,7 +174,7 @@ def main() -> None:
         if variant.process == "inprocess":
             shapes = OneShape(job, in_process)
         else:
-            shapes = OneShape(job, single_process(variant, len(cpus)))
+            shapes = OneShape(job, single_process(variant, len(cpus), llama_python))
         serve(pipe, lambda batch, seq, times, input_ids: timed(*shapes(batch, seq, input_ids), times))
 
 
@@ -186,19 +195,23 @@ def serve(pipe: Connection, model: Any) -> None:
             return
         try:
             pipe.send(("ok", model(*request)))
+        except CannotRun as limit:
+            pipe.send(("cannot", str(limit)))
         except Exception:
             pipe.send(("error", traceback.format_exc()))
 
 
 class OneShape:
-    """A variant's model for one shape at a time: the last shape's weights are freed before the next is loaded.
+    """A variant's model for one shape at a time: what the last shape had compiled and packed is freed first.
 
     make(model, inputs): what to call with the inputs instead of the model.
+    keeps_model: the unsharded model is loaded once; otherwise anew for every shape, and freed when `make` is done.
     """
 
-    def __init__(self, job: Job, make: Callable[[Any, dict[str, Any]], Any]):
-        self.job, self.make = job, make
+    def __init__(self, job: Job, make: Callable[[Any, dict[str, Any]], Any], keeps_model: bool = True):
+        self.job, self.make, self.keeps_model = job, make, keeps_model
         self.shape: tuple[int, int] | None = None
+        self.kept: Any = None
         self.run: Any = None
         self.inputs: dict[str, Any] = {}
 
@@ -209,27 +222,41 @@ class OneShape:
         import torch
 
         if self.shape != (batch, seq):
-            self.shape = self.run = None
-            torch.compiler.reset()  # compiled graphs hold packed weights
-            gc.collect()
-            model, self.inputs = self.job.load(batch, seq)
+            self._drop()
+            model, self.inputs = self.job.load(batch, seq, self.kept)
+            if self.keeps_model:
+                self.kept = model
             self.run = self.make(model, self.inputs)
             self.shape = (batch, seq)
         given = {} if input_ids is None else {"input_ids": torch.from_numpy(input_ids)}
         return self.run, {**self.inputs, **given}
 
+    def _drop(self) -> None:
+        import torch
 
-def single_process(variant: Variant, num_threads: int) -> Callable[[Any, dict[str, Any]], Any]:
+        if hasattr(self.run, "close"):  # threads or a process of its own
+            self.run.close()
+        self.shape = self.run = None
+        torch.compiler.reset()  # compiled graphs hold packed weights
+        gc.collect()
+
+
+def single_process(
+    variant: Variant, num_threads: int, llama_python: str
+) -> Callable[[Any, dict[str, Any]], Any]:
     """The unsharded model in one process, as OneShape makes it."""
     import torch
 
     torch.set_num_threads(num_threads)
     if variant.compile == "none":
         return lambda model, inputs: model
-    if variant.compile == "openvino":
-        from numadist.compare.peers import openvino
+    if variant.packages:
+        from numadist.compare import peers
 
-        return lambda model, inputs: openvino(model, inputs, num_threads)
+        if variant.compile == "llama.cpp":
+            return lambda model, inputs: peers.LlamaCpp(model, inputs, num_threads, llama_python)
+        convert = peers.openvino if variant.compile == "openvino" else peers.onnxruntime
+        return lambda model, inputs: convert(model, inputs, num_threads)
     # As an option of torch.compile it would do nothing: see numadist/shard/compiled.py.
     torch._inductor.config.freezing = variant.compile == "freezing"
     return lambda model, inputs: torch.compile(model, dynamic=False)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,17 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra `models`")
 
-from numadist.compare import variants
+from numadist.compare.profiles import QUICK
+from numadist.compare.rounds import Case, measure_case
 from numadist.compare.variants import VARIANTS
 from numadist.compare.worker import Job, Worker
-from numadist.errors import ConfigError, NumadistError
+from numadist.errors import NumadistError
 
 pytestmark = pytest.mark.mp
 
 
 # One of each kind: the others differ from these by a policy or a backend, and every start costs seconds.
-KINDS = ["eager", "compile", "inprocess", "ranks", "openvino", "ranks-noreduce"]
+KINDS = ["eager", "compile", "inprocess", "ranks", "openvino", "onnxruntime", "ranks-noreduce"]
 
 
 def compare(folder: Path, model: str, *options: str, status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -44,6 +46,8 @@ def compare(folder: Path, model: str, *options: str, status: int = 0) -> subproc
 
 
 def test_every_kind_of_variant_gives_a_row(tmp_path):
+    for package in ("openvino", "onnxruntime", "onnxscript"):
+        pytest.importorskip(package, reason="needs the extra `peers`")
     run = compare(tmp_path, "gpt2-tiny", "--plot", str(tmp_path / "out.png"), "--variants", ",".join(KINDS))
     rows = {row["variant"]: row for row in json.loads((tmp_path / "out.json").read_text())}
     assert list(rows) == KINDS
@@ -70,6 +74,21 @@ def test_a_worker_that_cannot_start_or_run_is_a_clear_error():
         worker.close()
 
 
+def test_a_peer_that_does_not_take_the_model_is_left_out_and_that_is_no_failure():
+    """ONNX Runtime in bfloat16."""
+    cpus, job = sorted(os.sched_getaffinity(0)), Job("gpt2-tiny", "bfloat16")
+    with ExitStack() as stack:
+        workers = {}
+        for name in ("eager", "onnxruntime"):
+            workers[name] = Worker(name, job, cpus)
+            stack.callback(workers[name].close)
+        case = Case("gpt2-tiny", 1, 8)
+        measure_case(workers, case, "bfloat16", QUICK, lambda what: None)
+    assert [row.variant for row in case.rows] == ["eager"]
+    assert (list(case.left_out), case.failed) == (["onnxruntime"], {})
+    assert "no bfloat16 kernels" in case.left_out["onnxruntime"]
+
+
 def tiny(batch: int, seq: int):
     """A model of the caller's, as `--model module:function` names it."""
     torch.manual_seed(0)
@@ -87,10 +106,3 @@ def test_a_model_of_the_callers_own(tmp_path):
 def test_an_unknown_model_is_named_before_anything_starts(tmp_path):
     run = compare(tmp_path, "gpt5", status=1)
     assert "unknown model 'gpt5'; known: smollm2, gpt2" in run.stderr
-
-
-def test_a_variant_whose_package_is_missing_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(variants.importlib.util, "find_spec", lambda name: None)
-    assert "openvino" not in [v.name for v in variants.chosen(None)]
-    with pytest.raises(ConfigError, match="variant openvino needs a package: pip install openvino"):
-        variants.chosen(["openvino"])

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from numadist.compare import report
+from numadist.compare import report, variants
 from numadist.compare.noise import Usage, between
 from numadist.compare.rounds import Case, Row
 from numadist.compare.statistics import Timing, bootstrap_interval, geometric_mean, ratio
-from numadist.compare.variants import BASELINE, REFERENCE, VARIANTS, chosen
+from numadist.compare.variants import BASELINE, REFERENCE, VARIANTS, chosen, missing
 from numadist.errors import ConfigError
 
 
@@ -54,19 +54,42 @@ def test_noise_is_what_others_did():
 
 
 def test_baseline_and_reference_are_always_measured_and_unknown_names_are_errors():
-    assert [v.name for v in chosen(["ranks"])] == [REFERENCE, BASELINE, "ranks"]
-    assert [v.name for v in chosen(None)] == [name for name, v in VARIANTS.items() if not v.auto]
+    assert [v.name for v in chosen(["ranks"], {})] == [REFERENCE, BASELINE, "ranks"]
+    assert [v.name for v in chosen(None, {})] == [name for name, v in VARIANTS.items() if not v.auto]
     with pytest.raises(ConfigError, match="unknown variant rank; known: eager"):
-        chosen(["rank"])
+        chosen(["rank"], {})
+
+
+def test_a_variant_whose_package_is_missing_says_so(monkeypatch):
+    monkeypatch.setattr(variants.importlib.util, "find_spec", lambda name: None)
+    absent = missing()
+    assert set(absent) == {"openvino", "onnxruntime", "llama.cpp"}
+    assert not {v.name for v in chosen(None, absent)} & set(absent)
+    with pytest.raises(ConfigError, match="variant openvino needs a package: pip install openvino"):
+        chosen(["openvino"], absent)
+
+
+def test_llama_cpp_is_looked_for_in_its_own_interpreter(tmp_path):
+    """An interpreter that has every package, and one that does not run."""
+    has_all = tmp_path / "python"
+    has_all.write_text("#!/bin/sh\nexit 0\n")
+    has_all.chmod(0o755)
+    assert "llama.cpp" not in missing(str(has_all))
+    has_all.write_text("#!/bin/sh\nexit 1\n")
+    assert f"pip install llama-cpp-python for {has_all}, or name" in missing(str(has_all))["llama.cpp"]
+    with pytest.raises(ConfigError, match="cannot run the interpreter /nowhere/python"):
+        missing("/nowhere/python")
 
 
 def test_the_table_the_json_and_the_plot_say_the_same(tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `plot`")
     cases = [case(), case(seq=512, ours=(12.0, 12.5, 12.1, 12.2, 12.0))]
     cases[0].failed["ranks-gloo"] = "wrong answer: logits differ by 3.0e-01 of their scale"
+    cases[0].left_out["onnxruntime"] = "no bfloat16 kernels"
     text = "\n".join([*report.case_lines(cases[0]), *report.summary_lines(cases)])
     assert "1.25 [" in text
     assert "no result: wrong answer" in text
+    assert "onnxruntime          no row: no bfloat16 kernels" in text
     assert "ranks                geometric mean 1.02, worst 0.83, slower in 1 of 2" in text
     rows = report.to_json(cases, {"dtype": "float32"})
     report.write_json(str(tmp_path / "out.json"), rows)
@@ -75,6 +98,7 @@ def test_the_table_the_json_and_the_plot_say_the_same(tmp_path):
     assert ours["speed_up"] == pytest.approx(1.25, abs=0.01)
     assert ours["verdict"] == "faster"
     assert [r["failed"] for r in again if "failed" in r] == [cases[0].failed["ranks-gloo"]]
+    assert [r["variant"] for r in again if "left_out" in r] == ["onnxruntime"]
     report.plot(str(tmp_path / "out.png"), cases, "m")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
