@@ -17,6 +17,7 @@ from numadist.config import config
 from numadist.errors import GenerateError
 from numadist.generate.api import Generator
 from numadist.generate.engine import Policy
+from numadist.generate.plot import load_pyplot, plot
 from numadist.generate.serving import Targets, Workload, calibrate, serve, summary
 from numadist.topology.sysfs import read_machine
 
@@ -53,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if not options.synthetic:
         raise GenerateError("numadist ships no data set of requests: say --synthetic for seeded random ones")
+    if options.plot:
+        load_pyplot()  # says so now, not after the sweep, if it is missing
     if not config().job_id and not options.one_process:
         _start_ranks(options, argv)
     if config().job_id:
@@ -103,6 +106,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--nproc-per-socket", type=int, metavar="K", help="ranks; default one per node, at least two"
     )
     parser.add_argument("--json", metavar="FILE", help="all rows with all figures")
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="goodput, ttft and tpot over the rate, a line a policy"
+    )
 
 
 def _start_ranks(options: argparse.Namespace, argv: Sequence[str]) -> None:
@@ -159,14 +165,15 @@ def _sweep(options: argparse.Namespace, generator: Generator, vocabulary: int) -
         options.tpot_ms or 1e3 * TPOT_FACTOR * alone.full_step_s,
     )
     capacity = alone.capacity(workload, options.max_batch_size)
+    title = f"{options.model}, {options.dtype}, {generator.team.num_ranks} ranks"
     print(
-        f"{options.model}, {options.dtype}, {generator.team.num_ranks} ranks; "
-        f"prompt {1e3 * alone.prefill_s:.0f} ms, step {1e3 * alone.step_s:.1f} ms, of {options.max_batch_size} rows "
-        f"{1e3 * alone.full_step_s:.1f} ms; about {capacity:.1f} requests/s keep it busy\n"
+        f"{title}; prompt {1e3 * alone.prefill_s:.0f} ms, step {1e3 * alone.step_s:.1f} ms, "
+        f"of {options.max_batch_size} rows {1e3 * alone.full_step_s:.1f} ms; "
+        f"about {capacity:.1f} requests/s keep it busy\n"
         f"targets: ttft {targets.ttft_ms:.0f} ms and tpot {targets.tpot_ms:.1f} ms",
         flush=True,
     )
-    print(_line([title for title, *_ in TABLE]), flush=True)
+    print(_line([head for head, *_ in TABLE]), flush=True)
     rows = []
     for rate in options.rate or [round(load * capacity, 2) for load in LOADS]:
         for policy in options.policy:
@@ -182,6 +189,8 @@ def _sweep(options: argparse.Namespace, generator: Generator, vocabulary: int) -
         setting = {**vars(options), "ranks": generator.team.num_ranks, "torch": torch.__version__}
         found = {"targets": vars(targets), "unloaded": vars(alone), "capacity": capacity}
         Path(options.json).write_text(json.dumps({"setting": setting, **found, "rows": rows}, indent=1))
+    if options.plot:
+        plot(options.plot, rows, vars(targets), title)
 
 
 def _measure(

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra `models`")
+pytest.importorskip("matplotlib", reason="needs the extra `plot`")
 
 pytestmark = pytest.mark.mp
 
@@ -28,8 +29,9 @@ def run(*options):
 
 
 def test_a_sweep_over_two_ranks_gives_a_row_for_every_policy(tmp_path):
-    out = tmp_path / "bench.json"
-    done = run("--synthetic", *SMALL, "--prompt-median", "30", "--json", str(out))
+    out, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    files = ["--json", str(out), "--plot", str(picture)]
+    done = run("--synthetic", *SMALL, "--prompt-median", "30", *files)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
     assert found["setting"]["ranks"] == 2
@@ -39,6 +41,7 @@ def test_a_sweep_over_two_ranks_gives_a_row_for_every_policy(tmp_path):
         assert 0 <= row["request_goodput"] <= row["request_throughput"]
         assert row["p50_ttft_ms"] <= row["p99_ttft_ms"] <= row["p99_e2el_ms"]
     assert "rate 40: most goodput with" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_synthetic_it_says_what_is_missing():
