@@ -23,13 +23,13 @@ def main(argv: Sequence[str]) -> int:
     plan = [(model, _shapes(options)) for model in options.model or profile.models]
     for model, _ in plan:
         models.check_name(model)
-    progress = Progress(sum(len(shapes) for _, shapes in plan))
-    cases: list[Case] = []
-    for model, shapes in plan:
     absent = missing(options.llama_python)
     variants = chosen(options.variants, absent)
     if options.variants is None:
         print("".join(f"no row of {name}: {what}\n" for name, what in absent.items()), end="")
+    progress = Progress(sum(len(shapes) for _, shapes in plan))
+    cases: list[Case] = []
+    for model, shapes in plan:
         job = Job(model, options.dtype, max(seq for _, seq in shapes))
         with ExitStack() as stack:
             workers = {}
@@ -69,15 +69,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nproc-per-socket", type=int, metavar="K", help="ranks; default one per NUMA node, at least two"
     )
-    parser.set_defaults(profile=DEFAULT)
-    for name, profile in {"quick": QUICK, "small": SMALL, "paper": PAPER}.items():
-        parser.add_argument(
     parser.add_argument(
         "--llama-python",
         default=sys.executable,
         metavar="PYTHON",
         help="an interpreter that has llama-cpp-python, for the variant llama.cpp; default this one",
     )
+    parser.set_defaults(profile=DEFAULT)
+    for name, profile in {"quick": QUICK, "small": SMALL, "paper": PAPER}.items():
+        parser.add_argument(
             f"--{name}", dest="profile", action="store_const", const=profile, help=_described(profile)
         )
     parser.add_argument("--json", metavar="FILE", help="all rows, with the median of every round")

@@ -52,7 +52,7 @@ class LlamaContext:
 @ll.llama_log_callback
 def _log_errors(level, text, data):
     if level == 4:  # errors; 5 continues a line of any level
-        print(text.decode(), end="", file=sys.stderr)
+        sys.stderr.write(text.decode())
 
 
 def main(gguf: str, kv: str, *numbers: str) -> None:
