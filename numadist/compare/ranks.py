@@ -79,7 +79,8 @@ class Rank:
         if not self.variant.reduce:
             return shard_without_sums(model, inputs)
         choice = "auto" if self.variant.auto else None
-        return shard(model, inputs, compile=True, ranks=choice, blocks=choice)
+        sequence = self.variant.sequence
+        return shard(model, inputs, compile=True, ranks=choice, blocks=choice, sequence_parallel=sequence)
 
 
 def shard_without_sums(model: torch.nn.Module, inputs: dict[str, Any]) -> ShardedModel:

@@ -28,6 +28,7 @@ class Variant:
     install: str = ""  # what to ask pip for
     own_python: bool = False  # they may be in another interpreter: --llama-python
     auto: bool = False  # ranks and blocks as the cost model says; needs `numadist profile`
+    sequence: bool = False  # sequence parallelism between blocks
     note: str = ""
 
 
@@ -50,6 +51,7 @@ VARIANTS = {
         Variant("inprocess", "inprocess", "freezing", "default", note="one process, a thread group per node"),
         Variant("ranks", "ranks", "freezing", note="numarun, shared memory"),
         Variant("ranks-auto", "ranks", "freezing", auto=True, note="ranks and blocks by the cost model"),
+        Variant("ranks-sequence", "ranks", "freezing", sequence=True, note="own tokens only between blocks"),
         Variant("ranks-gloo", "ranks", "freezing", backend="gloo", note="numarun, torch's Gloo"),
         Variant(
             *("openvino", "single", "openvino", "default"),
@@ -95,7 +97,8 @@ def chosen(names: list[str] | None, absent: Mapping[str, str]) -> list[Variant]:
 
     absent: what `missing` says. Raises: ConfigError for a variant that is unknown or not installed.
     """
-    defaults = [name for name, variant in VARIANTS.items() if name not in absent and not variant.auto]
+    on_request = {name for name, variant in VARIANTS.items() if variant.auto or variant.sequence}
+    defaults = [name for name in VARIANTS if name not in on_request and name not in absent]
     wanted = {BASELINE, REFERENCE, *(names or defaults)}
     unknown = wanted - set(VARIANTS)
     if unknown:
