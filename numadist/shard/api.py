@@ -104,7 +104,7 @@ def shard(
         schema = _planned(gm, everybody, pg, ranks, blocks, profile)
     check_fits(gm, schema, schema.num_ranks if ranks == "auto" else ranks or num_ranks)
     if sequence_parallel and schema.sequence is None:
-        schema = _with_sequence(gm, schema, warn=rank == 0)
+        schema = with_sequence(gm, schema, warn=rank == 0)
     check_alike(schema, pg)
     planned = time.monotonic()
     log.info("planned %s for %d ranks in %.1f s", type(model).__name__, schema.num_ranks, planned - begin)
@@ -169,7 +169,7 @@ def _planned(
     return schema
 
 
-def _with_sequence(gm: GraphModule, schema: Schema, warn: bool) -> Schema:
+def with_sequence(gm: GraphModule, schema: Schema, warn: bool) -> Schema:
     """The schema with its sums split by tokens where that is possible."""
     sequence = plan_sequence(gm, schema)
     if warn and sequence.all_reduced:

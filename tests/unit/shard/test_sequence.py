@@ -1,5 +1,7 @@
 """Sequence parallelism: between blocks a rank computes its own tokens, and the answer is the unsharded model's."""
 
+import logging
+
 import pytest
 import torch
 from lockstep import Board, run_all, shard_all
@@ -12,10 +14,13 @@ pytest.importorskip("transformers", reason="needs the extra `models`")
 
 from zoo import ZOO, causal, main_output, make
 
+from numadist import explain_command
 from numadist.errors import ShardError
+from numadist.shard.api import with_sequence
 from numadist.shard.apply import apply
 from numadist.shard.capture import capture
 from numadist.shard.explain import explain
+from numadist.shard.linears import write_linears
 from numadist.shard.placement import DimShard, Shard
 from numadist.shard.reduce import Emitter
 from numadist.shard.schema import Schema
@@ -137,6 +142,14 @@ def test_of_several_sequences_only_the_last_positions_are_gathered_for_the_head(
     assert any(n.target is torch.ops.aten.slice.Tensor and n.name in schema.sequence.values for n in gathered)
 
 
+def test_products_of_gathered_values_are_written_for_inductor_as_others_are():
+    _, graphs, board = shard_all(make("gpt2"), inputs_of("gpt2", 1), 2, sequence_parallel=True)
+    for gm in graphs:
+        write_linears(gm)
+        assert torch.ops.aten.addmm.default not in [node.target for node in gm.graph.nodes]
+    check_outputs(make("gpt2"), inputs_of("gpt2", 1), graphs, board)
+
+
 @pytest.mark.parametrize(
     ("dynamic", "splits"), [({0: Dim.DYNAMIC, 1: Dim.DYNAMIC}, False), ({1: Dim.DYNAMIC}, True)]
 )
@@ -157,10 +170,15 @@ def test_dynamic_tokens_are_all_reduced_and_dynamic_lengths_of_a_fixed_batch_are
     ("length", "num_ranks", "reason"),
     [(1, 2, "it has one token"), (2, 3, "2 tokens (dim 1) cannot be split over 3 ranks")],
 )
-def test_too_few_tokens_are_all_reduced(length, num_ranks, reason):
-    schema, graphs, _ = check_equal(make("gpt2"), causal(length, 1), num_ranks)
+def test_too_few_tokens_are_all_reduced_with_one_warning(length, num_ranks, reason, caplog):
+    model, inputs = make("gpt2"), causal(length, 1)
+    schema, graphs, _ = check_equal(model, inputs, num_ranks)
     assert {entry.reason for entry in schema.sequence.all_reduced} == {reason}
     assert ops_of(graphs)["reduce_scatter"] == 0
+    with caplog.at_level(logging.WARNING, logger="numadist"):
+        with_sequence(capture(model, (), inputs), schema, warn=True)
+    (text,) = [r.getMessage() for r in caplog.records if r.name.startswith("numadist")]
+    assert text.endswith(f"transformer.h.0.mlp.dropout and 2 more: {reason}")
 
 
 class Bare(nn.Module):
@@ -286,3 +304,8 @@ def test_explain_shows_collectives_and_bytes_and_what_a_rank_computes_for_its_to
         "own tokens after dropout_3: as after dropout_1",
     ):
         assert expected in text, f"missing {expected!r} in:\n{text}"
+
+
+def test_the_shell_shows_it_too(capsys):
+    assert explain_command.main(["gpt2-tiny", "--seq", "8", "--sequence-parallel"]) == 0
+    assert "reduce-scatters per forward: 5 of (1, 8, 96) float32" in capsys.readouterr().out
