@@ -4,7 +4,8 @@ import ctypes
 import enum
 from ctypes import POINTER, byref, c_int, c_int32, c_size_t, c_void_p
 
-from numadist._native import check, lib
+from numadist._native import lib
+from numadist._native_replay import call
 
 _Strides = ctypes.c_ssize_t * 3  # batch, head, row; in elements
 
@@ -43,8 +44,7 @@ lib.nd_attention_scratch.argtypes = [POINTER(Attention)]
 lib.nd_attention_scratch.restype = c_size_t
 lib.nd_attention.argtypes = [POINTER(Attention), *[c_void_p] * 6]
 # fast, x, blob, scale, bias, y, rows, n, k
-int8_linear = lib.nd_int8_linear
-int8_linear.argtypes = [c_int, *[c_void_p] * 5, *[c_size_t] * 3]
+lib.nd_int8_linear.argtypes = [c_int, *[c_void_p] * 5, *[c_size_t] * 3]
 
 
 def attention_runs() -> bool:
@@ -67,6 +67,14 @@ def attention(sizes: Attention, q: int, k: int, v: int, mask: int | None, out: i
 
     Raises: NativeError for sizes it does not take, or on a CPU without the kernel.
     """
-    if code := lib.nd_attention(byref(sizes), q, k, v, mask, out, scratch):
-        what = f"attention of {sizes.heads} heads of {sizes.head_dim} over {sizes.kv_heads} KV heads"
-        check(code, what)
+    call(
+        lib.nd_attention,
+        sizes,
+        q,
+        k,
+        v,
+        mask,
+        out,
+        scratch,
+        what=lambda: f"attention of {sizes.heads} heads of {sizes.head_dim} over {sizes.kv_heads} KV heads",
+    )

@@ -11,6 +11,7 @@ and those of older releases (_allgather_base).
 import contextlib
 import datetime
 import errno
+import functools
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from torch.distributed import ReduceOp
 
 from numadist import _native
 from numadist._native import Arguments, Coll, Op
+from numadist._native_replay import active as recorder
+from numadist._native_replay import address_of
 from numadist.comm import jobs, members, rows, segment, watch
 from numadist.comm.choose import SHARED_BYTES
 from numadist.comm.dtypes import CODES, OPS, REDUCIBLE
@@ -43,6 +46,7 @@ from numadist.log import get_logger
 log = get_logger(__name__)
 _lib = _native.lib
 _nd_all_reduce = _lib.nd_all_reduce
+_nd_all_reduce_address = address_of(_nd_all_reduce)
 BLOCKING = SimpleNamespace(asyncOp=False)
 # dtypes of at most 8 bytes, one element of the core's each. Plain ints: ctypes takes an IntEnum three times slower.
 _PLAIN = {dtype: int(code) for dtype, (code, width) in REDUCIBLE.items() if width == 1}
@@ -209,11 +213,19 @@ class ShmGroup(dist.ProcessGroup):
         dtype = _PLAIN.get(t.dtype)
         address = t.data_ptr() if t.is_cpu and t.layout is torch.strided else 1
         if dtype is None or address & 7 or self._regions or not t.is_contiguous() or t.is_neg():
+            if (found := recorder()) is not None:
+                found.refused = "an all-reduce in a shared region, or of other than plain numbers in order"
             self._run(BLOCKING, [jobs.in_place(Coll.ALL_REDUCE, t, op, region=self._region_of(t))], [t], op)
             return
-        code = _nd_all_reduce(self._core(), address, address, t.numel(), dtype, int(op))
+        args = self._core(), address, address, t.numel(), dtype, int(op)
+        if (found := recorder()) is not None:
+            found.note(_nd_all_reduce_address, args, functools.partial(self._fail, t, op))
+        code = _nd_all_reduce(*args)
         if code:
             raise self._error(code, [t], op)
+
+    def _fail(self, t: Tensor, op: Op, code: int) -> None:
+        raise self._error(code, [t], op)
 
     def all_reduce_fused(self, x: Tensor, out: Tensor, **epilogue: Any) -> None:
         """all_reduce with bias, residual and norm, see numadist.comm.fused.all_reduce_fused."""

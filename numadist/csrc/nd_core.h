@@ -29,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 9
+#define ND_ABI_VERSION 10
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_HISTORY 16
@@ -348,6 +348,20 @@ ND_API int nd_skinny_linear(int isa, const void* x, const void* blob, const void
 ND_API int nd_int8_linear_runs(void);
 ND_API int nd_int8_linear(int fast, const void* x, const void* blob, const float* scale, const void* bias,
                           void* y, size_t rows, size_t n, size_t k);
+
+/* ==== calls made again ==== */
+
+#define ND_REPLAY_ARGS 48
+typedef struct NdReplayCall {
+  void (*function)(void); /* of any signature made of pointers and integers */
+  const int64_t* args;
+  int32_t num_args;     /* at most ND_REPLAY_ARGS */
+  int32_t returns_code; /* its int result is 0 or -errno; otherwise the result does not count */
+} NdReplayCall;
+
+/* Calls in order. Stops at the first code, and returns it; *failed is the index of that call, count if all are
+ * done. */
+ND_API int nd_replay(const NdReplayCall* calls, size_t count, size_t* failed);
 
 /* ==== attention ==== */
 

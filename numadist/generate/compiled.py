@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.fx import GraphModule
 
 from numadist.generate.attention import use_one_token_attention
 from numadist.generate.packed import pack_linears, use_int8_linears, use_skinny_linears
+from numadist.generate.replay import NewModules, replayed
 from numadist.shard.attention import write_attention
 from numadist.shard.compiled import freezing
 
@@ -38,27 +40,36 @@ class CompiledStep:
             torch.compile(gm, options=_OPTIONS),
             torch.compile(decode, options=_OPTIONS),
         )
-        self._ready: set[tuple[bool, bool]] = set()
+        self._ready: dict[tuple[bool, bool], Any] = {}
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> Tensor:
         one_row, one_token = tokens.shape[0] == 1, tokens.shape[1] == 1
-        run = self.decode if one_token else self.prefill
         inputs: Any = (tokens, positions, slots, keys, values)
-        # Packed weights must be constants of whatever is compiled, and Dynamo asks a global setting for that.
-        with freezing():
-            if (one_row, one_token) in self._ready:
-                return run(*inputs)
-            for t in (tokens, positions, slots):
-                _mark_dynamic(t, [d for d, one in ((0, one_row), (1, one_token)) if not one])
-            for t in (*keys, *values):
-                _mark_dynamic(t, [2] if one_row else [0, 2])
-            # Sizes that happen to be equal in this call are no law.
-            with shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-                logits = run(*inputs)
-        self._ready.add((one_row, one_token))
+        if (ready := self._ready.get((one_row, one_token))) is not None:
+            return ready(*inputs)
+        run = _frozen(self.decode if one_token else self.prefill)
+        for t in (tokens, positions, slots):
+            _mark_dynamic(t, [d for d, one in ((0, one_row), (1, one_token)) if not one])
+        for t in (*keys, *values):
+            _mark_dynamic(t, [2] if one_row else [0, 2])
+        modules = NewModules()
+        # Sizes that happen to be equal in this call are no law.
+        with shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+            logits = run(*inputs)
+        self._ready[one_row, one_token] = replayed(run, modules.found()) if one_token else run
         return logits
+
+
+def _frozen(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Packed weights must be constants of whatever is compiled, and Dynamo asks a global setting for that."""
+
+    def step(*inputs: Any) -> Tensor:
+        with freezing():
+            return run(*inputs)
+
+    return step
 
 
 def _mark_dynamic(t: Tensor, dims: list[int]) -> None:

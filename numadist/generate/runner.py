@@ -154,7 +154,8 @@ class Runner:
         self, first_row: int, num_rows: int, num_tokens: int, num_slots: int, count: int
     ) -> None:
         starts, lengths, only = self._header[8:].view(3, self.max_rows)[:, :num_rows].clone()
-        tokens = only[:, None]
+        # A tensor of its own, as on rank 0: an offset into another one would be a new input for the compiler.
+        tokens = only[:, None].clone()
         if num_tokens > 1:
             tokens = torch.empty(num_rows, num_tokens, dtype=torch.int64)
             self.team.broadcast(tokens)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from numadist import _native_kernels as native
 from numadist._native_kernels import MaskKind, attention_runs
+from numadist._native_replay import contiguous, kept
 from numadist.errors import NativeError
 
 MAX_HEAD_DIM = 256
@@ -53,12 +54,12 @@ def _attention(
     mask: broadcasts to [B, H, S, T]; True where a query may look, or what is added to the scores.
     Raises: NativeError for what `takes` refuses.
     """
-    q_BHSD, k_BGTD, v_BGTD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHSD, k_BGTD, v_BGTD))
-    out = _empty_result(q_BHSD)
+    q_BHSD, k_BGTD, v_BGTD = (x if x.stride(-1) == 1 else contiguous(x) for x in (q_BHSD, k_BGTD, v_BGTD))
+    out = kept(_empty_result(q_BHSD))
     mask_sizes, mask_data = None, None
     if mask is not None:
         if mask.stride(-1) != 1 or mask.shape[-1] != k_BGTD.shape[2]:
-            mask = mask.expand(*mask.shape[:-1], k_BGTD.shape[2]).contiguous()
+            mask = contiguous(mask.expand(*mask.shape[:-1], k_BGTD.shape[2]))
         mask_sizes, mask_data = (mask.dtype, mask.shape, mask.stride()), mask.data_ptr()
     sizes, scratch_bytes = _sizes(
         q_BHSD.shape,
@@ -70,7 +71,7 @@ def _attention(
         is_causal,
         scale,
     )
-    scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+    scratch = kept(torch.empty(scratch_bytes, dtype=torch.uint8))
     pointers = q_BHSD.data_ptr(), k_BGTD.data_ptr(), v_BGTD.data_ptr(), mask_data
     native.attention(sizes, *pointers, out.data_ptr(), scratch.data_ptr())
     return out

@@ -9,9 +9,9 @@ Shapes: M rows, K inputs, N outputs.
 import torch
 from torch import Tensor
 
-from numadist._native import check
-from numadist._native_kernels import int8_linear as _call
+from numadist._native import lib
 from numadist._native_kernels import int8_linear_runs
+from numadist._native_replay import call, contiguous, kept
 
 PANEL = 64  # ND_INT8_PANEL
 _LARGEST = 127
@@ -50,10 +50,11 @@ def int8_linear(x: Tensor, blob: Tensor, scale: Tensor, bias: Tensor | None, fas
 
     Raises: NativeError where `takes` refuses.
     """
-    x = x.contiguous()
+    x = contiguous(x)
     in_features, out_features = x.shape[-1], scale.shape[0]
-    y = x.new_empty((*x.shape[:-1], out_features))
-    code = _call(
+    y = kept(x.new_empty((*x.shape[:-1], out_features)))
+    call(
+        lib.nd_int8_linear,
         fast,
         x.data_ptr(),
         blob.data_ptr(),
@@ -63,9 +64,8 @@ def int8_linear(x: Tensor, blob: Tensor, scale: Tensor, bias: Tensor | None, fas
         x.numel() // in_features,
         out_features,
         in_features,
+        what=lambda: f"int8 linear layer of {list(x.shape)} and {out_features} outputs",
     )
-    if code:
-        check(code, f"int8 linear layer of {list(x.shape)} and {out_features} outputs")
     return y
 
 

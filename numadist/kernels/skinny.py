@@ -9,7 +9,8 @@ Shapes: M rows, K inputs, N outputs.
 import torch
 from torch import Tensor
 
-from numadist._native import check, lib, supported_isas
+from numadist._native import lib, supported_isas
+from numadist._native_replay import call, contiguous, kept
 from numadist.errors import NativeError
 
 MAX_ROWS = 16  # ND_SKINNY_ROWS
@@ -43,10 +44,11 @@ def takes(blob: Tensor) -> bool:
 
 def skinny_linear(x: Tensor, blob: Tensor, bias: Tensor | None, out_features: int, isa: int = 0) -> Tensor:
     """x W^T + bias, [..., K] -> [..., N], by the isa-th of supported_isas(). Raises: NativeError above 16 rows."""
-    x = x.contiguous()
+    x = contiguous(x)
     in_features = x.shape[-1]
-    y = x.new_empty((*x.shape[:-1], out_features))
-    code = lib.nd_skinny_linear(
+    y = kept(x.new_empty((*x.shape[:-1], out_features)))
+    call(
+        lib.nd_skinny_linear,
         isa,
         x.data_ptr(),
         torch.ops.mkldnn.data_ptr.default(blob),
@@ -55,9 +57,8 @@ def skinny_linear(x: Tensor, blob: Tensor, bias: Tensor | None, out_features: in
         x.numel() // in_features,
         out_features,
         in_features,
+        what=lambda: f"linear layer of {list(x.shape)} and {out_features} outputs",
     )
-    if code:
-        check(code, f"linear layer of {list(x.shape)} and {out_features} outputs")
     return y
 
 

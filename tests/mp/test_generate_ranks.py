@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pool import ranks
 
 pytest.importorskip("transformers", reason="needs the extra `models`")
 
@@ -68,6 +69,45 @@ def check_failure(rank, world):
 def test_a_failure_on_rank_0_ends_the_call_everywhere(numa_pair):
     first, second = numa_pair.run(check_failure)
     assert first == second
+
+
+def check_replay(rank, world):
+    """Recorded steps, all-reduces included; then one that a peer does not come to."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    import numadist
+    from numadist import models
+    from numadist.comm.process_group import find
+    from numadist.generate.replay import ReplayedStep
+
+    model = models.build("gpt2-tiny", torch.bfloat16, n_head=3, n_layer=1, initializer_range=0.4)
+    generator = numadist.Generator(model, max_batch_size=2, max_length=60, compile=True)
+    prompts = [[5, 6, 7], [11, 12]]
+    first = generator.generate(prompts, max_new_tokens=20, eos_token_id=())
+    ready = generator.runner._forward._ready
+    step = ready[False, True]
+    if not isinstance(step, ReplayedStep):
+        return None  # another CPU's layers note no calls; unit tests say which
+    ready[False, True] = step._step
+    through_python = generator.generate(prompts, max_new_tokens=20, eos_token_id=())
+    assert (step.num_recorded, step.num_replayed) == (1, 17)
+    if rank == 0:
+        find(dist.group.WORLD.group_name).set_timeout(timedelta(seconds=1))
+        (own, _, _) = next(iter(step._recorded.values()))
+        kv = generator.runner.kv.view(0, 2, 64)
+        with pytest.raises(numadist.CollectiveTimeout, match="all_reduce"):
+            step(*own, kv[: len(kv) // 2], kv[len(kv) // 2 :])
+    return first == through_python
+
+
+def test_replayed_steps_reduce_over_the_ranks_and_miss_a_peer_as_others_do():
+    with ranks(2) as pair:
+        first, second = pair.run(check_replay)
+    assert first == second
+    assert first in (True, None)
 
 
 def test_numadist_generate_needs_no_group():

@@ -28,18 +28,20 @@ MAY_IMPORT = {
     "log": {"errors"},
     "config": {"errors", "log"},
     "_native": BASE,
-    "_native_kernels": BASE | {"_native"},
+    "_native_kernels": BASE | {"_native", "_native_replay"},
+    "_native_replay": BASE | {"_native", "torch"},
     "_syscalls": BASE,
     "topology": BASE,
     "binding": BASE | {"_syscalls", "_native", "topology"},
     "launch": BASE | {"_syscalls", "topology", "binding", "plan"},
     "memory": BASE | {"_native", "topology", "torch"},
-    "comm": BASE | {"_native", "topology", "binding", "memory", "torch"},
-    "kernels": BASE | {"_native", "_native_kernels", "torch"},
+    "comm": BASE | {"_native", "_native_replay", "topology", "binding", "memory", "torch"},
+    "kernels": BASE | {"_native", "_native_kernels", "_native_replay", "torch"},
     "costmodel": BASE | {"_native", "_syscalls", "topology", "binding", "memory", "kernels", "torch"},
     "shard": BASE | {"_native", "topology", "binding", "memory", "costmodel", "kernels", "torch"},
     "plan": BASE | {"_native", "topology", "comm", "torch"},
-    "generate": BASE | {"_native", "topology", "memory", "kernels", "shard", "plan", "models", "torch"},
+    "generate": BASE
+    | {"_native", "_native_replay", "topology", "memory", "kernels", "shard", "plan", "models", "torch"},
     "models": BASE | {"torch"},
     "tune": BASE | {"topology", "generate", "plan", "models", "torch"},
     "simulate": BASE | {"costmodel", "shard", "models", "torch"},
@@ -62,7 +64,9 @@ MAY_IMPORT = {
     "cli": BASE | {"_native", "topology", "binding", "info", "shard", "torch"},
 }
 MAY_PRINT = {"cli.py", "command.py", "report.py", "info.py", "explain_command.py"}
-MAY_USE_CTYPES = {"numadist/_native.py", "numadist/_native_kernels.py", "numadist/_syscalls.py"}
+MAY_USE_CTYPES = {
+    f"numadist/{name}.py" for name in ("_native", "_native_kernels", "_native_replay", "_syscalls")
+}
 # launch builds the environment of its children, so it copies os.environ as a whole.
 MAY_READ_ENVIRON = {"numadist/config.py", "launch/cli.py"}
 

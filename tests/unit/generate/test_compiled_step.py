@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 
 from numadist.generate.attention import one_token_attention
 from numadist.generate.packed import can_pack
+from numadist.generate.replay import ReplayedStep
 
 NEW = 24
 
@@ -30,6 +31,8 @@ def test_compiled_tokens_equal_hugging_face_and_new_sizes_compile_nothing(name, 
     counters.clear()
     check(generator, name, first)
     assert counters["stats"]["unique_graphs"] == 2, "one graph reads prompts, one decodes"
+    step = generator.runner._forward._ready[len(first) == 1, True]
+    assert not isinstance(step, ReplayedStep), "oneDNN's layers of float32 note no calls to be made again"
     for lengths in others:
         check(generator, name, lengths)
     assert counters["stats"]["unique_graphs"] == 2, "a new number of rows, tokens or slots compiled anew"
