@@ -1,17 +1,33 @@
 """The sweep of `numadist bench serve` as a picture: a line a policy over the rate of arrivals."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from numadist.errors import GenerateError
 
-# Panel: what its axis says, and the figures of a row that it shows with their line styles.
+
+@dataclass(frozen=True)
+class Panel:
+    """label: of its axis. styles: figure of a row -> line style. target: the one to mark. log: its axis is so."""
+
+    label: str
+    styles: Mapping[str, str]
+    target: str = ""
+    log: bool = False
+
+
 PANELS = (
-    ("goodput, requests/s", {"request_goodput": "-"}),
-    ("time to first token, ms (p99 dashed)", {"p50_ttft_ms": "-", "p99_ttft_ms": "--"}),
-    ("time per output token, ms (p99 dashed)", {"p50_tpot_ms": "-", "p99_tpot_ms": "--"}),
+    Panel("goodput, requests/s", {"request_goodput": "-"}),
+    # A queue that grows lifts it by orders of magnitude.
+    Panel(
+        "time to first token, ms (p99 dashed)",
+        {"p50_ttft_ms": "-", "p99_ttft_ms": "--"},
+        "ttft_ms",
+        log=True,
+    ),
+    Panel("time per output token, ms (p99 dashed)", {"p50_tpot_ms": "-", "p99_tpot_ms": "--"}, "tpot_ms"),
 )
-_TARGETS = {1: "ttft_ms", 2: "tpot_ms"}  # panel -> the target it marks
 
 
 def plot(path: str, rows: Sequence[Mapping[str, Any]], targets: Mapping[str, float], title: str) -> None:
@@ -35,22 +51,28 @@ def load_pyplot() -> Any:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], targets: Mapping[str, float], title: str) -> Any:
-    """The figure. Latencies are on a logarithmic axis: a queue that grows lifts them by orders of magnitude."""
+    """The figure, a panel after the other."""
     figure, axes = load_pyplot().subplots(1, len(PANELS), figsize=(4.6 * len(PANELS), 4.0))
-    for i, (axis, (label, styles)) in enumerate(zip(axes, PANELS, strict=True)):
-        for number, policy in enumerate(dict.fromkeys(row["policy"] for row in rows)):
-            mine = sorted((row for row in rows if row["policy"] == policy), key=lambda row: row["rate"])
-            for key, style in styles.items():
-                name = policy if style == "-" else "_"  # the legend names a policy once
-                x, y = [row["rate"] for row in mine], [row[key] for row in mine]
-                axis.plot(x, y, style, color=f"C{number}", marker=".", label=name)
-        if i in _TARGETS:
-            axis.set_yscale("log")
-            axis.axhline(targets[_TARGETS[i]], color="gray", linewidth=0.8, linestyle=":", label="target")
-        axis.set_xlabel("arrivals, requests/s")
-        axis.set_ylabel(label)
+    for axis, panel in zip(axes, PANELS, strict=True):
+        _draw_panel(axis, panel, rows)
+        if panel.target:
+            axis.axhline(targets[panel.target], color="gray", linewidth=0.8, linestyle=":", label="target")
         axis.legend(fontsize=8)
-    axes[0].set_ylim(bottom=0)
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     return figure
+
+
+def _draw_panel(axis: Any, panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None:
+    for number, policy in enumerate(dict.fromkeys(row["policy"] for row in rows)):
+        mine = sorted((row for row in rows if row["policy"] == policy), key=lambda row: row["rate"])
+        for key, style in panel.styles.items():
+            name = policy if style == "-" else "_"  # the legend names a policy once
+            rates, values = [row["rate"] for row in mine], [row[key] for row in mine]
+            axis.plot(rates, values, style, color=f"C{number}", marker=".", label=name)
+    axis.set_xlabel("arrivals, requests/s")
+    axis.set_ylabel(panel.label)
+    if panel.log:
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)

@@ -18,7 +18,7 @@ POLICIES = ["prefill-first", "chunked"]
 def row(policy, rate):
     """Every figure another number."""
     base = 100 * POLICIES.index(policy) + rate
-    figures = [key for _, styles in PANELS for key in styles]
+    figures = [key for panel in PANELS for key in panel.styles]
     return {"policy": policy, "rate": rate, **{key: base + 1000 * i for i, key in enumerate(figures)}}
 
 
@@ -32,12 +32,12 @@ def drawn(axis):
 def test_every_panel_has_a_line_a_policy_over_growing_rates():
     figure = draw(ROWS, TARGETS, "a title")
     assert figure.get_suptitle() == "a title"
-    for axis, (label, styles) in zip(figure.axes, PANELS, strict=True):
-        assert axis.get_ylabel() == label
+    for axis, panel in zip(figure.axes, PANELS, strict=True):
+        assert axis.get_ylabel() == panel.label
         expected = [
             tuple((rate, row(policy, rate)[key]) for rate in (1.0, 2.5, 4.0))
             for policy in POLICIES
-            for key in styles
+            for key in panel.styles
         ]
         assert drawn(axis)[: len(expected)] == expected
         assert [text.get_text() for text in axis.get_legend().texts][:2] == POLICIES
