@@ -43,6 +43,8 @@ class MaskKind(enum.IntEnum):
 lib.nd_attention_scratch.argtypes = [POINTER(Attention)]
 lib.nd_attention_scratch.restype = c_size_t
 lib.nd_attention.argtypes = [POINTER(Attention), *[c_void_p] * 6]
+# logits, dtype, rows, cols, row stride, first, out
+lib.nd_best.argtypes = [c_void_p, c_int, c_size_t, c_size_t, c_size_t, c_int32, c_void_p]
 # fast, x, blob, scale, bias, y, rows, n, k
 lib.nd_int8_linear.argtypes = [c_int, *[c_void_p] * 5, *[c_size_t] * 3]
 

@@ -29,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 10
+#define ND_ABI_VERSION 11
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_HISTORY 16
@@ -349,6 +349,14 @@ ND_API int nd_int8_linear_runs(void);
 ND_API int nd_int8_linear(int fast, const void* x, const void* blob, const float* scale, const void* bias,
                           void* y, size_t rows, size_t n, size_t k);
 
+/* ==== the next token ==== */
+
+/* For every row of logits, f32 or bf16: the bits of its highest value as f32, and first + its index; of
+ * equals the first, and a NaN before all. out [rows][2]; row_stride in elements. -EINVAL: another dtype, no
+ * columns. */
+ND_API int nd_best(const void* logits, int dtype, size_t rows, size_t cols, size_t row_stride, int32_t first,
+                   int32_t* out);
+
 /* ==== calls made again ==== */
 
 #define ND_REPLAY_ARGS 48
@@ -359,8 +367,8 @@ typedef struct NdReplayCall {
   int32_t returns_code; /* its int result is 0 or -errno; otherwise the result does not count */
 } NdReplayCall;
 
-/* Calls in order. Stops at the first code, and returns it; *failed is the index of that call, count if all are
- * done. */
+/* Calls in order. Stops at the first code, and returns it; *failed is the index of that call, count if all
+ * are done. */
 ND_API int nd_replay(const NdReplayCall* calls, size_t count, size_t* failed);
 
 /* ==== attention ==== */

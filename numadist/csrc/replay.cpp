@@ -10,8 +10,8 @@ namespace {
 
 using Caller = int64_t (*)(void (*function)(), const int64_t* args);
 
-// Every argument is a pointer or an integer. In the calling conventions of x86-64 and AArch64 those are passed
-// alike, as 64 bits, of which a function reads as many as it declares.
+// Every argument is a pointer or an integer. In the calling conventions of x86-64 and AArch64 those are
+// passed alike, as 64 bits, of which a function reads as many as it declares.
 template <size_t... I>
 int64_t call_with(void (*function)(), const int64_t* args, std::index_sequence<I...>) {
   return reinterpret_cast<int64_t (*)(decltype(static_cast<int64_t>(I))...)>(function)(args[I]...);

@@ -109,11 +109,9 @@ class Runner:
         lengths = [len(row) for row in tokens]
         num_tokens = max(lengths)
         num_slots = self.kv.slots_for(max(s + n for s, n in zip(starts, lengths, strict=True)))
-        payload = torch.zeros(len(tokens), num_tokens, dtype=torch.int64)
-        for i, row in enumerate(tokens):
-            payload[i, num_tokens - len(row) :] = torch.tensor(row)
+        payload = torch.tensor([[0] * (num_tokens - len(row)) + list(row) for row in tokens])
         fields = [Command.RUN, first_row, len(tokens), num_tokens, num_slots, -1 if count is None else count]
-        self._send(fields, starts, lengths, payload[:, 0] if num_tokens == 1 else ())
+        self._send(fields, starts, lengths, [row[0] for row in tokens] if num_tokens == 1 else ())
         if num_tokens > 1:
             self.team.broadcast(payload)
         gathered = self._step(
@@ -164,10 +162,11 @@ class Runner:
     def _send(self, fields: Sequence[int], *of_rows: Any) -> None:
         if self.team.num_ranks == 1:
             return
-        self._header[: len(fields)] = torch.tensor(fields)
-        rows = self._header[8:].view(3, self.max_rows)
+        header = self._header.numpy()
+        header[: len(fields)] = fields
+        rows = header[8:].reshape(3, self.max_rows)
         for target, values in zip(rows, of_rows, strict=False):
-            target[: len(values)] = torch.as_tensor(values)
+            target[: len(values)] = values
         self.team.broadcast(self._header)
 
     def _step(
@@ -183,9 +182,7 @@ class Runner:
         num_rows, num_tokens = tokens_BT.shape
         # The same line the compiled graphs are divided by: Inductor writes the thread count into each.
         switch(Phase.DECODE if num_tokens == 1 else Phase.PREFILL)
-        order_BT = torch.arange(num_tokens) - (num_tokens - lengths_B)[:, None]
-        positions_BT = (starts_B[:, None] + order_BT).clamp_(min=0)
-        slots_BT = positions_BT.masked_fill(order_BT < 0, num_slots - 1)
+        positions_BT, slots_BT = _places(starts_B, lengths_B, num_tokens, num_slots)
         kv = self.kv.view(first_row, num_rows, num_slots)
         half = len(kv) // 2
         with torch.no_grad():
@@ -196,6 +193,15 @@ class Runner:
             return self.team.all_gather(
                 local_candidates(logits_BV, count, vocabulary.first, vocabulary.largest)
             )
+
+
+def _places(starts_B: Tensor, lengths_B: Tensor, num_tokens: int, num_slots: int) -> tuple[Tensor, Tensor]:
+    """Positions and slots of the tokens, [B, T] each; padding goes to the last slot."""
+    if num_tokens == 1:
+        return starts_B[:, None].clone(), starts_B[:, None].clone()
+    order_BT = torch.arange(num_tokens) - (num_tokens - lengths_B)[:, None]
+    positions_BT = (starts_B[:, None] + order_BT).clamp_(min=0)
+    return positions_BT, positions_BT.masked_fill(order_BT < 0, num_slots - 1)
 
 
 def _kv_shapes(step: StepGraph, schema: Schema, rank: int) -> list[tuple[int, int, torch.dtype]]:

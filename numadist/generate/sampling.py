@@ -7,10 +7,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from numadist.errors import GenerateError
+from numadist.kernels import best
 
 # With more candidates than this, ranks send their logits whole.
 MAX_CANDIDATES = 64
@@ -57,11 +59,11 @@ def local_candidates(logits_BV: Tensor, count: int | None, first_token: int, num
 
     count: None sends all; then C is num_tokens, the largest part of the vocabulary a rank has, and the rest is -inf.
     """
+    if count == 1 and best.takes(logits_BV):
+        return best.best(logits_BV, first_token).view(-1)
     logits_BV = logits_BV.float()
     part = logits_BV.shape[-1]
-    if count == 1:  # max gives the first of equals, as argmax does
-        values, tokens = logits_BV.max(-1, keepdim=True)
-    elif count is None:
+    if count is None:
         values, tokens = logits_BV, torch.arange(part).expand(logits_BV.shape[0], -1)
     else:
         values, tokens = logits_BV.topk(min(count, part), dim=-1)
@@ -76,12 +78,25 @@ def local_candidates(logits_BV: Tensor, count: int | None, first_token: int, num
 
 
 def merge_candidates(gathered_RN: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Values and tokens of all ranks, [B, R*C], best first; of equal values the lower rank's, so the lower token."""
+    """Values and tokens of all ranks, [B, R*C], best first; of equal values the lower rank's, so the lower token.
+
+    With one candidate a rank, only the best, [B, 1].
+    """
+    if gathered_RN.shape[1] == 2 * num_rows:
+        return _merge_single(gathered_RN.numpy().reshape(len(gathered_RN), num_rows, 2))
     message = gathered_RN.view(len(gathered_RN), num_rows, 2, -1).permute(1, 2, 0, 3)
     values_BC = message[:, 0].reshape(num_rows, -1).contiguous().view(torch.float32)
     tokens_BC = message[:, 1].reshape(num_rows, -1).long()
     values_BC, order = values_BC.sort(dim=-1, descending=True, stable=True)
     return values_BC, tokens_BC.gather(-1, order)
+
+
+def _merge_single(message_RB2: np.ndarray) -> tuple[Tensor, Tensor]:
+    """By numpy: after a step the caches hold none of torch's dispatcher, and each of its operators takes 15 us."""
+    values_RB = np.ascontiguousarray(message_RB2[..., 0]).view(np.float32)
+    rank_B, row_B = values_RB.argmax(0), np.arange(values_RB.shape[1])
+    tokens_B = message_RB2[rank_B, row_B, 1].astype(np.int64)
+    return torch.from_numpy(values_RB[rank_B, row_B])[:, None], torch.from_numpy(tokens_B)[:, None]
 
 
 def distribution(values_C: Tensor, tokens_C: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
