@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from numadist import models
 from numadist.compare import report
@@ -20,6 +21,8 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     machine = read_machine()
     profile: Profile = options.profile
+    if options.skip_above is not None:
+        profile = replace(profile, skip_s=options.skip_above)
     plan = [(model, _shapes(options)) for model in options.model or profile.models]
     for model, _ in plan:
         models.check_name(model)
@@ -80,6 +83,13 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{name}", dest="profile", action="store_const", const=profile, help=_described(profile)
         )
+    parser.add_argument(
+        "--skip-above",
+        type=float,
+        metavar="SECONDS",
+        help="skip a shape whose fewest rounds would take longer; default the profile's: "
+        f"{QUICK.skip_s} with --quick, {SMALL.skip_s} with --small, else {DEFAULT.skip_s}",
+    )
     parser.add_argument("--json", metavar="FILE", help="all rows, with the median of every round")
     parser.add_argument("--plot", metavar="FILE.png", help="heat maps of the speed-up, batch by sequence")
     return parser
