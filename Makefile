@@ -6,20 +6,26 @@ BIN := $(VENV)/bin
 # Tests boot emulated machines with several NUMA nodes and join network namespaces; these Debian packages bring both.
 GUEST_PACKAGES := qemu-system-x86 linux-image-amd64 busybox-static cpio kmod iproute2
 
-.PHONY: demo test nightly unit lint format build wheel venv guest-packages clean
+.PHONY: demo test test-unit test-ranks nightly lint format build wheel venv guest-packages clean
 
 demo: venv
 	$(BIN)/numarun --nproc-per-socket 2 examples/prefill.py
 
-test: venv guest-packages
-	$(BIN)/python -m pytest
+# Both parts run, whatever the first one finds.
+test:
+	$(MAKE) --no-print-directory --keep-going --jobs 1 test-unit test-ranks
+
+# One process a test: two at a time, the emulated machines first, as each of them keeps one core busy for minutes.
+test-unit: venv guest-packages
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder tests/guest tests/unit
+
+# Ranks use all cores, and their tests time out where others do too.
+test-ranks: venv
+	$(BIN)/python -m pytest tests/native tests/mp tests/conformance
 
 # What takes hours: ten million collectives.
 nightly: venv
 	$(BIN)/python -m pytest -m nightly
-
-unit: venv
-	$(BIN)/python -m pytest tests/unit
 
 lint: venv
 	$(BIN)/ruff check .

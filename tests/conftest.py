@@ -1,4 +1,4 @@
-"""In CI every test must run: a skip there hides a missing install step, so it fails the run."""
+"""Which tests share a process, and in CI every test must run: a skip there hides a missing install step, so it fails."""
 
 import os
 
@@ -8,6 +8,14 @@ import pytest
 def expected(nodeid: str) -> bool:
     """PyTorch's own backend suite skips what gloo cannot do; a skip of the whole file would be a missing package."""
     return "conformance/" in nodeid and "::" in nodeid
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Two at a time, the tests of a file share a process, and so do those of an emulated machine: it boots once."""
+    for item in items:
+        machine = next((name for name in item.fixturenames if name.endswith("_nodes")), item.path.name)
+        item.add_marker(pytest.mark.xdist_group(machine))
 
 
 @pytest.hookimpl(tryfirst=True)
