@@ -1,4 +1,4 @@
-"""Which tests share a process, and in CI every test must run: a skip there hides a missing install step, so it fails."""
+"""Which tests share a process; and in CI every test must run: a skip hides a missing install step, so it fails."""
 
 import os
 
