@@ -12,10 +12,12 @@ def expected(nodeid: str) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Two at a time, the tests of a file share a process, and so do those of an emulated machine: it boots once."""
+    """Two at a time, the tests of a file share a process; so do all of emulated machines, each of which boots once.
+
+    Two of those at a time would be slower than one after the other: each has more CPUs than there are.
+    """
     for item in items:
-        machine = next((name for name in item.fixturenames if name.endswith("_nodes")), item.path.name)
-        item.add_marker(pytest.mark.xdist_group(machine))
+        item.add_marker(pytest.mark.xdist_group("guest" if "guest" in item.path.parts else item.path.name))
 
 
 @pytest.hookimpl(tryfirst=True)
