@@ -15,9 +15,9 @@ demo: venv
 test:
 	$(MAKE) --no-print-directory --keep-going --jobs 1 test-unit test-ranks
 
-# One process a test: two at a time, the emulated machines first, as each of them keeps one core busy for minutes.
+# One process a test: two at a time, with one thread each, the emulated machines first, as they take longest.
 test-unit: venv guest-packages
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder tests/guest tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/guest tests/unit
 
 # Ranks use all cores, and their tests time out where others do too.
 test-ranks: venv

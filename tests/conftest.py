@@ -1,4 +1,4 @@
-"""Which tests share a process; and in CI every test must run: a skip hides a missing install step, so it fails."""
+"""In CI every test must run: a skip there hides a missing install step, so it fails the run."""
 
 import os
 
@@ -8,16 +8,6 @@ import pytest
 def expected(nodeid: str) -> bool:
     """PyTorch's own backend suite skips what gloo cannot do; a skip of the whole file would be a missing package."""
     return "conformance/" in nodeid and "::" in nodeid
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Two at a time, the tests of a file share a process; so do all of emulated machines, each of which boots once.
-
-    Two of those at a time would be slower than one after the other: each has more CPUs than there are.
-    """
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("guest" if "guest" in item.path.parts else item.path.name))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,7 @@
-"""numarun on an emulated machine with two NUMA nodes of two CPUs and 1 GiB each."""
+"""numarun, segments and in-process shards on an emulated machine with two NUMA nodes of two CPUs and 1 GiB each.
+
+One file a machine: where several processes run tests they share them out by file, and a machine boots once.
+"""
 
 import pytest
 
@@ -78,3 +81,31 @@ def test_the_loader_does_not_leave_weights_in_another_nodes_page_cache(two_nodes
     assert seen["mapped"].keys() == {"1"}, "the trap is not set: a mapped file stays where it was read first"
     assert seen["loaded"].keys() == {"0"}, f"loaded weights are on {seen['loaded']}"
     assert seen["right"]
+
+
+def test_each_ranks_part_of_the_segment_is_on_its_node(two_nodes):
+    check = two_nodes["segment_pages"]
+    assert check.exit_code == 0, check.stderr
+    seen = check.only
+    assert seen["segment_wrong"] == 0, f"pages off the node they are bound to: {seen}"
+    assert all(pages > 16 for pages in seen["segment_by_node"].values()), f"slots on both nodes: {seen}"
+
+
+def test_each_ranks_part_of_a_shared_region_is_on_its_node(two_nodes):
+    assert two_nodes["segment_pages"].only["region_nodes"] == [[0], [1]]
+
+
+def test_in_process_shards_are_on_the_node_of_their_threads(two_nodes):
+    check = two_nodes["inprocess_pages"]
+    assert check.exit_code == 0, check.stderr
+    seen = check.only
+    assert seen["cpus"] == [[0, 1], [2, 3]]
+    assert seen["shapes"] == [[1024, 64]] * 2, "half of the hidden layer each"
+    for node, pages in enumerate(seen["pages"]):
+        assert all(where.keys() == {str(node)} for where in pages.values()), f"group {node}: {pages}"
+    assert seen["error"] < 1e-5
+
+
+def test_patched_clone_puts_every_page_on_the_node_it_names(two_nodes):
+    seen = two_nodes["inprocess_pages"].only["patched_clone"]
+    assert [list(where) for where in seen] == [["0"], ["1"]], seen
