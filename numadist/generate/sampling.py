@@ -59,7 +59,9 @@ def local_candidates(logits_BV: Tensor, count: int | None, first_token: int, num
 
     count: None sends all; then C is num_tokens, the largest part of the vocabulary a rank has, and the rest is -inf.
     """
-    if count == 1 and best.takes(logits_BV):
+    if count == 1:
+        if not best.takes(logits_BV):
+            logits_BV = logits_BV.float().contiguous()
         return best.best(logits_BV, first_token).view(-1)
     logits_BV = logits_BV.float()
     part = logits_BV.shape[-1]

@@ -43,9 +43,10 @@ def test_merged_candidates_are_the_best_of_all(parts, count):
     assert bool((values[:, VOCABULARY:] == -torch.inf).all()), "the shorter part is filled with -inf"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_of_equal_logits_the_lowest_token_wins_as_in_argmax(parts):
-    logits = torch.zeros(2, VOCABULARY)
+def test_of_equal_logits_the_lowest_token_wins_as_in_argmax(parts, dtype):
+    logits = torch.zeros(2, VOCABULARY, dtype=dtype)
     logits[1, [20, 60, 90]] = 5.0
     _, tokens = split(logits, parts, 1)
     assert tokens[:, 0].tolist() == [0, 20] == logits.argmax(-1).tolist()
