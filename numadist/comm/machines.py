@@ -23,14 +23,14 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Work
 from numadist import _native
 from numadist._native import Arguments, Call, Coll, Norm, Op
 from numadist.comm import jobs, watch
-from numadist.comm.dtypes import REDUCIBLE
+from numadist.comm.dtypes import PLAIN
 from numadist.comm.dynamo import hide_from_dynamo
 from numadist.comm.process_group import BLOCKING, ShmGroup
 from numadist.comm.tensors import readable
 from numadist.comm.work import DONE, Job, PendingWork
 from numadist.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost
 
-_DTYPES = {int(code): dtype for dtype, (code, width) in REDUCIBLE.items() if width == 1}
+_DTYPES = {code: dtype for dtype, code in PLAIN.items()}
 _ITEM_BYTES = {code: dtype.itemsize for code, dtype in _DTYPES.items()}
 _GLOO_LOST = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|timed out connecting")
 _GLOO_LATE = re.compile(r"[Tt]imed? ?out")

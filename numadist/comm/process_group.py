@@ -31,7 +31,7 @@ from numadist._native_replay import active as recorder
 from numadist._native_replay import address_of
 from numadist.comm import jobs, members, rows, segment, watch
 from numadist.comm.choose import SHARED_BYTES
-from numadist.comm.dtypes import CODES, OPS, REDUCIBLE
+from numadist.comm.dtypes import CODES, OPS, PLAIN
 from numadist.comm.dynamo import hide_from_dynamo
 from numadist.comm.fused import all_reduce_fused
 from numadist.comm.monitor import monitored_barrier
@@ -48,8 +48,6 @@ _lib = _native.lib
 _nd_all_reduce = _lib.nd_all_reduce
 _nd_all_reduce_address = address_of(_nd_all_reduce)
 BLOCKING = SimpleNamespace(asyncOp=False)
-# dtypes of at most 8 bytes, one element of the core's each. Plain ints: ctypes takes an IntEnum three times slower.
-_PLAIN = {dtype: int(code) for dtype, (code, width) in REDUCIBLE.items() if width == 1}
 
 # Open groups by torch's name. pybind does not keep a Python subclass alive for C++, so this does.
 _groups: dict[str, "ShmGroup"] = {}
@@ -210,7 +208,7 @@ class ShmGroup(dist.ProcessGroup):
     def all_reduce_(self, t: Tensor, op: Op) -> None:
         """Replace t by its reduction over the group; every rank gets the same bits."""
         # The way of nearly all calls, kept short: decode makes thousands a second of a few microseconds each.
-        dtype = _PLAIN.get(t.dtype)
+        dtype = PLAIN.get(t.dtype)
         address = t.data_ptr() if t.is_cpu and t.layout is torch.strided else 1
         if dtype is None or address & 7 or self._regions or not t.is_contiguous() or t.is_neg():
             if (found := recorder()) is not None:

@@ -6,25 +6,23 @@ from torch import Tensor
 
 from numadist import _native
 from numadist._native import Op, pointers
-from numadist.comm.dtypes import CODES, REDUCIBLE
+from numadist.comm.dtypes import CODES, PLAIN
 
 _SUM = int(Op.SUM)
-# dtypes whose element is one of the core's.
-_PLAIN = {dtype: int(code) for dtype, (code, width) in REDUCIBLE.items() if width == 1}
 
 
 def are_plain(large: Tensor, small: Tensor, world: int) -> bool:
     """Whether the functions below take them: numbers in order, `world` times as many in the large tensor."""
     alike = large.dtype == small.dtype and large.numel() == small.numel() * world
     return (
-        alike and large.dtype in _PLAIN and all(t.is_contiguous() and not t.is_neg() for t in (large, small))
+        alike and large.dtype in PLAIN and all(t.is_contiguous() and not t.is_neg() for t in (large, small))
     )
 
 
 def reduce_scatter(handle: int, out: Tensor, x: Tensor, world: int) -> int:
     """out = this rank's part of the sum of x over the ranks; the core's code."""
     ins = _parts(x, out.nbytes, world)
-    return _native.lib.nd_reduce_scatter(handle, ins, out.data_ptr(), out.numel(), _PLAIN[x.dtype], _SUM)
+    return _native.lib.nd_reduce_scatter(handle, ins, out.data_ptr(), out.numel(), PLAIN[x.dtype], _SUM)
 
 
 def all_gather(handle: int, out: Tensor, x: Tensor, world: int) -> int:
