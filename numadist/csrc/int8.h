@@ -53,8 +53,6 @@ struct SignedBytes {
 
 inline void panel_rows(const Int8Call& call, size_t panel) {
   const size_t first = panel * kPanel;
-  const Panel p = {
-      call.x, call.bias == nullptr ? nullptr : call.bias + first, call.y + first, call.rows, call.k,
-      call.n, call.n - first < kPanel ? call.n - first : kPanel};
-  multiply_panel<kRowTile>(p, SignedBytes{call.blob + panel * (call.k / 2) * kGroup, call.scale + first});
+  multiply_panel<kRowTile>(panel_of(call, first),
+                           SignedBytes{call.blob + panel * (call.k / 2) * kGroup, call.scale + first});
 }

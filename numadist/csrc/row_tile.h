@@ -14,6 +14,13 @@ struct Panel {
   size_t columns;  // at most kPanel
 };
 
+// Of a call on bf16 rows, from column `first` on.
+template <class Call>
+inline Panel panel_of(const Call& call, size_t first) {
+  return {call.x, call.bias == nullptr ? nullptr : call.bias + first, call.y + first, call.rows, call.k,
+          call.n, call.n - first < kPanel ? call.n - first : kPanel};
+}
+
 inline __mmask16 first_columns(size_t count) {
   return count >= 16 ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << count) - 1);
 }

@@ -21,8 +21,5 @@ struct PairsOfBf16 {
 
 inline void panel_rows(const SkinnyCall& call, size_t panel) {
   const size_t first = panel * kPanel;
-  const Panel p = {
-      call.x, call.bias == nullptr ? nullptr : call.bias + first, call.y + first, call.rows, call.k,
-      call.n, call.n - first < kPanel ? call.n - first : kPanel};
-  multiply_panel<kRowTile>(p, PairsOfBf16{call.blob + first * (call.k / 2)});
+  multiply_panel<kRowTile>(panel_of(call, first), PairsOfBf16{call.blob + first * (call.k / 2)});
 }
