@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from numadist.kernels import int8, skinny
 from numadist.shard.apply import drop_unused_parameters
-from numadist.shard.graph import aten
+from numadist.shard.graph import aten, linear_operands
 from numadist.shard.linears import write_linears
 
 # The number of rows oneDNN packs for. With few rows it may choose a layout that is slower at all of them.
@@ -34,9 +34,10 @@ def pack_linears(gm: GraphModule) -> None:
     parameters = dict(gm.named_parameters(remove_duplicate=False))
     packed: dict[tuple[str, bool], str] = {}
     for node in list(gm.graph.nodes):
-        rows, weight, bias, transposed = _linear(node)
-        if weight is None or weight.op != "get_attr":
+        linear = _linear(node)
+        if linear is None:
             continue
+        rows, weight, bias, transposed = linear
         name = str(weight.target)
         if name not in parameters or parameters[name].dim() != 2 or not can_pack(parameters[name].dtype):
             continue
@@ -48,9 +49,9 @@ def pack_linears(gm: GraphModule) -> None:
         with gm.graph.inserting_before(node):
             blob = gm.graph.get_attr(packed[name, transposed])
             args: tuple[Any, ...] = (rows, blob, bias, "none", [], "")
-            linear = gm.graph.call_function(torch.ops.mkldnn._linear_pointwise.default, args)
-        linear.meta = dict(node.meta)
-        node.replace_all_uses_with(linear)
+            packed_linear = gm.graph.call_function(torch.ops.mkldnn._linear_pointwise.default, args)
+        packed_linear.meta = dict(node.meta)
+        node.replace_all_uses_with(packed_linear)
         gm.graph.erase_node(node)
     _keep_sums_apart(gm)
     gm.graph.eliminate_dead_code()
@@ -96,25 +97,16 @@ def _is_linear(node: Any) -> bool:
     return isinstance(node, Node) and node.target is torch.ops.mkldnn._linear_pointwise.default
 
 
-def _linear(node: Node) -> tuple[Any, Node | None, Any, bool]:
-    """(rows, weight, bias, weight is [K, N] instead of [N, K]); no weight if the node is no linear layer."""
-    rows: Any = None
-    weight: Any = None
-    bias: Any = None
-    if node.target is aten.linear.default:
-        rows, weight, *rest = node.args
-        bias, transposed = (rest or [node.kwargs.get("bias")])[0], False
-    elif node.target is aten.addmm.default and not node.kwargs:
-        bias, rows, weight = node.args
-        transposed = True
-    elif node.target in (aten.mm.default, aten.matmul.default):
-        rows, weight = node.args
-        transposed = True
-    else:
-        return None, None, None, False
+def _linear(node: Node) -> tuple[Any, Node, Any, bool] | None:
+    """(rows, weight, bias, weight is [K, N] instead of [N, K]) of a linear layer on a weight as it is or transposed."""
+    operands = linear_operands(node)
+    if operands is None:
+        return None
+    rows, weight, bias, k_dim = operands
+    transposed = k_dim == 0
     while weight.target in (aten.t.default, aten.numpy_T.default):
         weight, transposed = weight.args[0], not transposed
-    return rows, weight, bias, transposed
+    return (rows, weight, bias, transposed) if weight.op == "get_attr" else None
 
 
 def use_skinny_linears(gm: GraphModule) -> None:

@@ -9,7 +9,7 @@ from numadist.shard import graph, propagate
 from numadist.shard.graph import aten
 from numadist.shard.placement import Shard
 from numadist.shard.schema import Block, LeftAlone, Schema
-from numadist.shard.vocabulary import VocabularyPlan
+from numadist.shard.vocabulary import RowSplit
 
 _ATTENTION_OPS = {aten.scaled_dot_product_attention.default, aten.softmax.int, aten._softmax.default}
 # (normalised) contractions between activations are attention too, in models that spell it out
@@ -32,7 +32,7 @@ def build_schema(gm: GraphModule, num_ranks: int) -> Schema:
     return Schema(
         num_ranks=num_ranks,
         fingerprint=fingerprint(gm),
-        blocks=[*map(_describe, plan.blocks), *map(_describe_vocabulary, plan.vocabulary)],
+        blocks=[*map(_describe, plan.blocks), *map(_describe_row_split, plan.row_splits)],
         left_alone=[_describe_left_alone(entry) for entry in plan.left_alone],
     )
 
@@ -59,7 +59,7 @@ def _describe(block: propagate.BlockPlan) -> Block:
     )
 
 
-def _describe_vocabulary(plan: VocabularyPlan) -> Block:
+def _describe_row_split(plan: RowSplit) -> Block:
     return Block(
         kind=plan.kind,
         module=", ".join(dict.fromkeys(graph.module_path(n) for n in (*plan.lookups, *plan.heads))),

@@ -12,19 +12,19 @@ from torch.fx import Node
 from numadist.shard import graph
 from numadist.shard.graph import Contraction, Dependencies, aten
 from numadist.shard.placement import Shard
-from numadist.shard.vocabulary import VocabularyPlan, vocabulary_cut
+from numadist.shard.vocabulary import RowSplit, cut_rows
 
 # A gather in a compiled graph takes some 10 us, and a core about 100 us for this product.
 MIN_FLOPS = 2e7
 
 
-def plan_gathered(deps: Dependencies, layers: Iterable[Contraction], num_ranks: int) -> list[VocabularyPlan]:
+def plan_gathered(deps: Dependencies, layers: Iterable[Contraction], num_ranks: int) -> list[RowSplit]:
     """One plan for every layer worth it. Layers of dynamic size are left alone: one row is not worth a gather."""
     plans = []
     for layer in layers:
         params = _params(deps, layer, num_ranks) if _is_worth_it(layer) else None
         if params is not None:
-            plans.append(VocabularyPlan([], [layer.node], params, kind="gathered"))
+            plans.append(RowSplit([], [layer.node], params, kind="gathered"))
     return plans
 
 
@@ -37,7 +37,7 @@ def _is_worth_it(layer: Contraction) -> bool:
 
 def _params(deps: Dependencies, layer: Contraction, num_ranks: int) -> dict[str, Shard] | None:
     """Rows of weight and bias per rank; None if something else reads them, or a rank would get none."""
-    rows = vocabulary_cut(graph.shape(layer.weight)[0], num_ranks)
+    rows = cut_rows(graph.shape(layer.weight)[0], num_ranks)
     parameters = [p for p in (layer.weight, layer.bias) if p is not None]
     if rows is None or not all(_is_own(deps, p, layer.node) for p in parameters):
         return None

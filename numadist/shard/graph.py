@@ -124,24 +124,32 @@ class Contraction:
         return shape(self.weight)[self.weight_k_dim]
 
 
-def as_contraction(node: Node, deps: Dependencies) -> Contraction | None:
-    """The node as a linear layer, or None: its weight must be a parameter or a view of one."""
-    if node.op != "call_function":
-        return None
+def linear_operands(node: Node) -> tuple[Any, Any, Any, int] | None:
+    """(input, weight, bias, the weight's contracted dim) of a linear layer in any spelling; None for other nodes.
+
+    By the operator alone: nothing is asked of sizes, which nodes made by a rewrite lack.
+    """
     if node.target is aten.linear.default:
         x, w, *rest = node.args
-        found = Contraction(node, x, w, 1, (rest or [node.kwargs.get("bias")])[0])
-    elif node.target is aten.addmm.default and not node.kwargs:
+        return x, w, (rest or [node.kwargs.get("bias")])[0], 1
+    if node.target is aten.addmm.default and not node.kwargs:
         bias, x, w = node.args
-        found = Contraction(node, x, w, 0, bias)
-    elif node.target in {aten.mm.default, aten.matmul.default}:
+        return x, w, bias, 0
+    if node.target in {aten.mm.default, aten.matmul.default}:
         x, w = node.args
-        found = Contraction(node, x, w, 0, None)
-    else:
+        return x, w, None, 0
+    return None
+
+
+def as_contraction(node: Node, deps: Dependencies) -> Contraction | None:
+    """The node as a linear layer, or None: its weight must be a parameter or a view of one."""
+    operands = linear_operands(node)
+    if operands is None:
         return None
-    if not deps.is_weight(found.weight) or len(shape(found.weight)) != 2 or deps.is_weight(found.input):
+    x, weight, bias, weight_k_dim = operands
+    if not deps.is_weight(weight) or len(shape(weight)) != 2 or deps.is_weight(x):
         return None
-    return found
+    return Contraction(node, x, weight, weight_k_dim, bias)
 
 
 def reshape_groups(in_shape: tuple, out_shape: tuple) -> list[tuple[list[int], list[int]]]:

@@ -20,7 +20,7 @@ from numadist.shard import graph, rules
 from numadist.shard.gathered import plan_gathered
 from numadist.shard.graph import Contraction, Dependencies, as_contraction
 from numadist.shard.placement import CannotShard, DimShard, NeedsUnit, Shard, base_unit, split_units
-from numadist.shard.vocabulary import VocabularyPlan, plan_vocabulary
+from numadist.shard.vocabulary import RowSplit, plan_vocabulary
 
 NO_COLUMN = "no linear layer before it can be column-parallel"
 # Parameters below this share of the model are not worth a line in the warning.
@@ -57,7 +57,7 @@ class LeftAlone:
 class Plan:
     num_ranks: int
     blocks: list[BlockPlan] = field(default_factory=list)
-    vocabulary: list[VocabularyPlan] = field(default_factory=list)
+    row_splits: list[RowSplit] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
 
 
@@ -110,11 +110,11 @@ class _Planner:
         open_layers = [node for node in failures if node not in self.taken]
         if self.num_ranks > 1:
             heads = {n: self.contractions[n] for n in open_layers if self._reach(n).output}
-            result.vocabulary = plan_vocabulary(self.deps, heads, self.num_ranks)
-            heads_taken = {n for v in result.vocabulary for n in v.heads}
+            result.row_splits = plan_vocabulary(self.deps, heads, self.num_ranks)
+            heads_taken = {n for split in result.row_splits for n in split.heads}
             rest = [self.contractions[n] for n in open_layers if n not in heads_taken]
-            result.vocabulary += plan_gathered(self.deps, rest, self.num_ranks)
-        split_heads = {n for v in result.vocabulary for n in v.heads}
+            result.row_splits += plan_gathered(self.deps, rest, self.num_ranks)
+        split_heads = {n for split in result.row_splits for n in split.heads}
         for node in open_layers:
             if node not in split_heads:
                 cause = self._cause(node, failures, result.blocks)

@@ -21,8 +21,11 @@ MIN_ROWS_PER_COLUMN = 4
 
 
 @dataclass
-class VocabularyPlan:
-    """One table: the lookups and the heads that use it, and its rows per rank."""
+class RowSplit:
+    """Weights cut over their rows (tokens of a table, outputs of a layer): the lookups and layers that use them.
+
+    A lookup gives a partial sum; a head is a layer whose output is gathered.
+    """
 
     lookups: list[Node]
     heads: list[Node]
@@ -30,14 +33,14 @@ class VocabularyPlan:
     kind: str = "vocabulary"
 
 
-def vocabulary_cut(size: int, num_ranks: int) -> DimShard | None:
+def cut_rows(size: int, num_ranks: int) -> DimShard | None:
     """Rows per rank, aligned where that leaves each rank some; None if a rank gets none."""
     return equal_chunks(size, num_ranks, ALIGNMENT) or equal_chunks(size, num_ranks)
 
 
 def plan_vocabulary(
     deps: Dependencies, candidates: dict[Node, Contraction], num_ranks: int
-) -> list[VocabularyPlan]:
+) -> list[RowSplit]:
     """Split every large table whose only uses are lookups and heads.
 
     candidates: linear layers that no block took and whose output is the model's output.
@@ -59,9 +62,9 @@ def plan_vocabulary(
 
 def _plan_table(
     deps: Dependencies, weight: Node, candidates: dict[Node, Contraction], num_ranks: int
-) -> VocabularyPlan | None:
+) -> RowSplit | None:
     lookups, heads = [], []
-    rows = vocabulary_cut(graph.shape(weight)[0], num_ranks)
+    rows = cut_rows(graph.shape(weight)[0], num_ranks)
     if rows is None:
         return None
     params = {str(weight.target): Shard({0: rows})}
@@ -77,4 +80,4 @@ def _plan_table(
                 params[str(head.bias.target)] = Shard({0: rows})
         else:
             return None
-    return VocabularyPlan(lookups, heads, params)
+    return RowSplit(lookups, heads, params)
