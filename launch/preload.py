@@ -11,7 +11,7 @@ from numadist.errors import PlacementError
 LIBRARIES = {
     "tcmalloc": (("libtcmalloc_minimal.so*", "libtcmalloc.so*"), "libtcmalloc-minimal4"),
     "jemalloc": (("libjemalloc.so*",), "libjemalloc2"),
-    "iomp5": (("libiomp5.so",), "libomp5, or pip install intel-openmp"),
+    "iomp5": (("libiomp5.so", "libomp.so*"), "libomp5, or pip install intel-openmp"),
 }
 FOLDERS = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
 

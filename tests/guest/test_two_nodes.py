@@ -68,6 +68,11 @@ def test_every_page_of_a_shard_is_on_its_ranks_node_alone(two_nodes):
         assert seen["error"] < 1e-5
 
 
+def test_every_page_of_keys_and_values_is_on_its_ranks_node_alone(two_nodes):
+    for rank, seen in two_nodes["sharded_rank"].by_rank.items():
+        assert seen["kv_pages"] == {str(rank): seen["kv_bytes"] / 4096}
+
+
 def test_clone_puts_every_page_on_the_node_it_names(two_nodes):
     for rank, seen in two_nodes["sharded_rank"].by_rank.items():
         for node, pages in seen["clone_pages"].items():

@@ -1,5 +1,5 @@
 # guest two_nodes: numarun
-"""A model sharded over two real nodes: sums are right, and every page of a shard is on its rank's node."""
+"""A model sharded over two real nodes: sums are right, every page of shards and KV tensors is on its rank's node."""
 
 import json
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import numadist
+from numadist.generate.kv import KvTensors
 
 WIDTH, HIDDEN = 64, 2048
 
@@ -31,6 +32,8 @@ with torch.no_grad():
     sharded = numadist.shard(model, batch)
     error = (sharded(batch) - expected).abs().max().item()
 
+kv = KvTensors([(3, 64, torch.bfloat16)] * 2, num_rows=2, num_slots=128)
+
 print(
     json.dumps(
         {
@@ -38,6 +41,8 @@ print(
             "clone_pages": placed,
             "error": error,
             "shard_pages": {name: numadist.page_nodes(p) for name, p in sharded.local.named_parameters()},
+            "kv_pages": kv.page_nodes(),
+            "kv_bytes": kv.num_bytes,
             "shard_shapes": {name: list(p.shape) for name, p in sharded.local.named_parameters()},
         }
     ),
