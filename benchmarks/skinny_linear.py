@@ -47,13 +47,15 @@ def time_us(call: Callable[[Tensor], Tensor], blobs: list[Tensor]) -> float:
     return (time.perf_counter() - begin) / len(blobs) * 1e6
 
 
-def compare(num_out: int, num_in: int, blobs: list[Tensor], rows: int, rounds: int) -> dict[str, float]:
+def compare(
+    num_out: int, num_in: int, blobs: list[Tensor], width: int, rows: int, rounds: int
+) -> dict[str, float]:
     x_MK = torch.randn(rows, num_in, dtype=torch.bfloat16)
     ours = torch.ops.numadist.skinny_linear.default
     onednn = torch.ops.mkldnn._linear_pointwise.default
     calls: dict[str, Callable[[Tensor], Tensor]] = {
         "onednn_us": lambda blob: onednn(x_MK, blob, None, "none", [], ""),
-        "ours_us": lambda blob: ours(x_MK, blob, None, num_out),
+        "ours_us": lambda blob: ours(x_MK, blob, None, num_out, width),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
@@ -79,11 +81,12 @@ def main() -> None:
     results = []
     for name, (num_out, num_in) in SHAPES.items():
         blobs = weights(num_out, num_in)
-        if not skinny.takes(blobs[0]):
+        width = skinny.panel_width(blobs[0])
+        if width is None:
             raise SystemExit(
-                f"{name}: this machine's oneDNN packs in another layout, or the CPU has no AVX512-BF16"
+                f"{name}: this machine's oneDNN packs in another layout, or the CPU has no AMX or AVX512-BF16"
             )
-        found = {rows: compare(num_out, num_in, blobs, rows, options.rounds) for rows in ROWS}
+        found = {rows: compare(num_out, num_in, blobs, width, rows, options.rounds) for rows in ROWS}
         cells = (f"{r['onednn_us']:.0f} / {r['ours_us']:.0f} ({r['ratio']:.2f})" for r in found.values())
         print(
             f"{name:<15}{f'{num_out} x {num_in}':<13}" + "".join(f"{cell:>22}" for cell in cells), flush=True

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from numadist.errors import NativeError
 
-ABI_VERSION = 11  # ND_ABI_VERSION
+ABI_VERSION = 12  # ND_ABI_VERSION
 MAX_WORLD = 512  # ND_MAX_WORLD
 NODE_WORDS = 16  # ND_NODE_WORDS
 HISTORY = 16  # ND_HISTORY
@@ -209,7 +209,7 @@ _OTHER_FUNCTIONS: dict[str, list] = {
     "nd_reduce_local": [c_int, _PTR, _PTRS, c_int, c_size_t, c_int, c_int],
     "nd_team_use": [POINTER(_Team)],
     "nd_team_form": [POINTER(c_int), POINTER(c_int)],
-    "nd_skinny_linear": [c_int, _PTR, _PTR, _PTR, _PTR, c_size_t, c_size_t, c_size_t],
+    "nd_skinny_linear": [c_int, _PTR, _PTR, _PTR, _PTR, c_size_t, c_size_t, c_size_t, c_size_t],
     "nd_segment_create": [c_int, c_uint64, POINTER(_Tuning), POINTER(c_uint64), POINTER(c_int)],
     "nd_group_open": [c_int, c_int, c_int, c_uint64, POINTER(_Options), _PTRS],
 }

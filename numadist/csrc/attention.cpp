@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "kernels.h"
 #include "team.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -102,7 +103,7 @@ void attend_single(const Attention& a) {
 }  // namespace
 }  // namespace nd
 
-int nd_attention_runs(void) { return strcmp(nd_isa_name(0), "avx512_bf16") == 0; }
+int nd_attention_runs(void) { return nd::runs_isa("avx512_bf16"); }
 
 size_t nd_attention_scratch(const NdAttention* sizes) {
   const NdAttention& a = *sizes;

@@ -7,7 +7,10 @@
 #include "bf16.h"
 #include "kernels.h"
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace nd {
@@ -62,6 +65,18 @@ struct Isa {
   bool runs;
 };
 
+#if defined(__x86_64__)
+// The tiles are 8 KiB more to save for every thread: Linux gives them to processes that ask.
+bool may_use_tiles() {
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // CPUID 7, EDX
+  constexpr long kArchReqXcompPerm = 0x1023,
+                 kXfeatureXtiledata = 18;  // asm/prctl.h has them since Linux 5.16
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kAmxBf16) && (edx & kAmxTile) &&
+         syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureXtiledata) == 0;
+}
+#endif
+
 const Isa* all_isas() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -70,9 +85,11 @@ const Isa* all_isas() {
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
                           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512vl");
+  const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+  // Initialised once, so tiles are asked for once. For reductions AMX has nothing.
   static const Isa isas[] = {
-      {"avx512_bf16", avx512_bf16::find_kernel, avx512::find_fused_kernel,
-       has_avx512 && __builtin_cpu_supports("avx512bf16")},
+      {"amx_bf16", avx512_bf16::find_kernel, avx512::find_fused_kernel, has_bf16 && may_use_tiles()},
+      {"avx512_bf16", avx512_bf16::find_kernel, avx512::find_fused_kernel, has_bf16},
       {"avx512", avx512::find_kernel, avx512::find_fused_kernel, has_avx512},
       {"avx2", avx2::find_kernel, avx2::find_fused_kernel, has_avx2},
       {"portable", portable::find_kernel, portable::find_fused_kernel, true},
@@ -99,6 +116,12 @@ const Isa& isa_at(int i) {
 Kernel best_kernel(int dtype, int op) { return isa_at(0).find(dtype, op); }
 
 FusedKernel best_fused_kernel(int dtype) { return isa_at(0).find_fused(dtype); }
+
+bool runs_isa(const char* name) {
+  for (const Isa* isa = all_isas(); isa->name != nullptr; ++isa)
+    if (strcmp(isa->name, name) == 0) return isa->runs;
+  return false;
+}
 
 size_t element_bytes(int dtype) {
   static const uint8_t bytes[ND_NUM_DTYPES] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 1};

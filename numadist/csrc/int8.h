@@ -24,10 +24,11 @@ constexpr Tables tables_of_magnitudes() {
 constexpr Tables kTables = tables_of_magnitudes();
 
 struct SignedBytes {
+  static constexpr size_t kVectors = 4;
   const uint8_t* panel;
   const float* scale;  // of the panel's columns
 
-  void load(size_t k, __m512bh b[4]) const {
+  void load(size_t k, __m512bh b[kVectors]) const {
     const uint8_t* w = panel + k * kGroup;
     const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
 #pragma GCC unroll 2
@@ -53,6 +54,6 @@ struct SignedBytes {
 
 inline void panel_rows(const Int8Call& call, size_t panel) {
   const size_t first = panel * kPanel;
-  multiply_panel<kRowTile>(panel_of(call, first),
+  multiply_panel<kRowTile>(panel_of(call, first, kPanel),
                            SignedBytes{call.blob + panel * (call.k / 2) * kGroup, call.scale + first});
 }

@@ -20,6 +20,9 @@ using FusedKernel = void (*)(void* out, void* residual, const void* const* srcs,
 // For f32, f16 and bf16, else nullptr.
 FusedKernel best_fused_kernel(int dtype);
 
+// Whether nd_isa_name has the name on this CPU.
+bool runs_isa(const char* name);
+
 // Bytes of one element, 0 for an unknown dtype.
 size_t element_bytes(int dtype);
 

@@ -29,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 11
+#define ND_ABI_VERSION 12
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_HISTORY 16
@@ -88,7 +88,7 @@ typedef enum NdDtype {
 typedef enum NdOp { ND_SUM = 0, ND_AVG, ND_PROD, ND_MIN, ND_MAX, ND_BAND, ND_BOR, ND_BXOR, ND_NUM_OPS } NdOp;
 
 /* Name of ISA variant i, best first, or NULL past the last one this CPU runs; the last is always "portable".
- */
+ * "amx_bf16" is there if Linux lets this process use the tiles, and differs in linear layers only. */
 ND_API const char* nd_isa_name(int i);
 
 /* dst[k] = srcs[0][k] op srcs[1][k] op ... in this order; dst may be one of srcs. isa: index for nd_isa_name.
@@ -330,14 +330,13 @@ ND_API int nd_team_form(int* threads, int* fresh);
 
 /* ==== linear layers for few rows ==== */
 
-#define ND_SKINNY_PANEL 64
 #define ND_SKINNY_ROWS 16
 
 /* y = x * W^T + bias in bf16, summed in f32, by the isa-th kernel. x [rows][k], y [rows][n], bias [n] or
- * NULL. blob: W as oneDNN packs it on machines with AVX-512 BF16 and without AMX, [ceil(n / 64)][k /
- * 2][64][2]. -EINVAL: more than ND_SKINNY_ROWS rows, an odd k. */
+ * NULL. blob: W as oneDNN packs it, [ceil(n / width)][k / 2][width][2]; width is 32 on machines with AMX, 64
+ * on others with AVX-512 BF16. -EINVAL: more than ND_SKINNY_ROWS rows, an odd k, another width. */
 ND_API int nd_skinny_linear(int isa, const void* x, const void* blob, const void* bias, void* y, size_t rows,
-                            size_t n, size_t k);
+                            size_t n, size_t k, size_t width);
 
 /* The same on int8 weights with a scale a column: y = x * (scale * W)^T + bias, for any number of rows.
  * scale: f32 [n]. blob: [ceil(n / 64)][k / 2][128] bytes of sign (the top bit) and magnitude; a group of 128

@@ -2,7 +2,10 @@
 #include <errno.h>
 #include <string.h>
 
+#include <utility>
+
 #include "bf16.h"
+#include "skinny_call.h"
 #include "team.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -10,16 +13,6 @@
 
 namespace nd {
 namespace {
-
-constexpr size_t kPanel = ND_SKINNY_PANEL;
-
-struct SkinnyCall {
-  const uint16_t* x;     // [rows][k]
-  const uint32_t* blob;  // pairs of bf16: [ceil(n / kPanel)][k / 2][kPanel]
-  const uint16_t* bias;  // [n] or nullptr
-  uint16_t* y;           // [rows][n]
-  size_t rows, n, k;
-};
 
 namespace portable {
 #include "skinny.h"
@@ -38,6 +31,9 @@ namespace avx2 {
 namespace avx512 {
 #include "skinny.h"
 }  // namespace avx512
+namespace amx_bf16 {
+#include "skinny_amx.h"
+}  // namespace amx_bf16
 #pragma GCC pop_options
 
 #pragma GCC push_options
@@ -51,25 +47,28 @@ namespace avx512_bf16 {
 #pragma GCC pop_options
 #endif
 
-using PanelKernel = void (*)(const SkinnyCall&, size_t panel);
+// Of the panels from begin to end.
+using PanelsKernel = void (*)(const SkinnyCall&, size_t begin, size_t end);
 
 // Names as nd_isa_name has them.
-PanelKernel find_kernel(const char* isa) {
+template <size_t Width>
+PanelsKernel find_kernel(const char* isa) {
 #if defined(__x86_64__)
-  if (strcmp(isa, "avx512_bf16") == 0) return avx512_bf16::panel_rows;
-  if (strcmp(isa, "avx512") == 0) return avx512::panel_rows;
-  if (strcmp(isa, "avx2") == 0) return avx2::panel_rows;
+  if (strcmp(isa, "amx_bf16") == 0) return amx_bf16::multiply_panels<amx_bf16::AmxTiles, Width>;
+  if (strcmp(isa, "avx512_bf16") == 0) return avx512_bf16::multiply_panels<Width>;
+  if (strcmp(isa, "avx512") == 0) return avx512::multiply_panels<Width>;
+  if (strcmp(isa, "avx2") == 0) return avx2::multiply_panels<Width>;
 #endif
-  return portable::panel_rows;
+  return portable::multiply_panels<Width>;
 }
 
 }  // namespace
 }  // namespace nd
 
 int nd_skinny_linear(int isa, const void* x, const void* blob, const void* bias, void* y, size_t rows,
-                     size_t n, size_t k) {
+                     size_t n, size_t k, size_t width) {
   const char* name = nd_isa_name(isa);
-  if (name == nullptr || rows > ND_SKINNY_ROWS || k % 2 != 0) return -EINVAL;
+  if (name == nullptr || rows > ND_SKINNY_ROWS || k % 2 != 0 || (width != 32 && width != 64)) return -EINVAL;
   if (rows == 0 || n == 0) return 0;
   const nd::SkinnyCall call = {static_cast<const uint16_t*>(x),
                                static_cast<const uint32_t*>(blob),
@@ -78,7 +77,7 @@ int nd_skinny_linear(int isa, const void* x, const void* blob, const void* bias,
                                rows,
                                n,
                                k};
-  const nd::PanelKernel kernel = nd::find_kernel(name);
-  nd::for_neighbours((n + nd::kPanel - 1) / nd::kPanel, [&](size_t panel) { kernel(call, panel); });
+  const nd::PanelsKernel kernel = width == 32 ? nd::find_kernel<32>(name) : nd::find_kernel<64>(name);
+  nd::for_shares((n + width - 1) / width, [&](size_t begin, size_t end) { kernel(call, begin, end); });
   return 0;
 }

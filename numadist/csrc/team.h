@@ -14,9 +14,10 @@ void run_on_team(void (*body)(void*), void* data);
 int thread_index();
 int num_threads();
 
-// body(0) ... body(count - 1), each once; every thread takes neighbours, whose memory is neighbouring too.
+// body(begin, end) on every thread, for its share of 0 ... count - 1, which may be empty: neighbours, whose
+// memory is neighbouring too.
 template <class Body>
-void for_neighbours(size_t count, const Body& body) {
+void for_shares(size_t count, const Body& body) {
   struct Work {
     const Body& body;
     size_t count;
@@ -24,10 +25,17 @@ void for_neighbours(size_t count, const Body& body) {
   const auto run = [](void* arg) {
     const Work& w = *static_cast<Work*>(arg);
     const size_t parts = static_cast<size_t>(num_threads()), part = static_cast<size_t>(thread_index());
-    const size_t end = w.count * (part + 1) / parts;
-    for (size_t i = w.count * part / parts; i < end; ++i) w.body(i);
+    w.body(w.count * part / parts, w.count * (part + 1) / parts);
   };
   run_on_team(run, &work);
+}
+
+// body(0) ... body(count - 1), each once, in such shares.
+template <class Body>
+void for_neighbours(size_t count, const Body& body) {
+  for_shares(count, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) body(i);
+  });
 }
 
 // body(0) ... body(count - 1), each once, on whichever thread is free; returns when all are done.

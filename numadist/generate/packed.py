@@ -116,10 +116,10 @@ def use_skinny_linears(gm: GraphModule) -> None:
             continue
         rows, blob, bias, *_ = node.args
         packed = getattr(gm, blob.target)
-        if skinny.takes(packed):
+        if (width := skinny.panel_width(packed)) is not None:
             node.target, node.args = (
                 torch.ops.numadist.skinny_linear.default,
-                (rows, blob, bias, packed.shape[0]),
+                (rows, blob, bias, packed.shape[0], width),
             )
     gm.recompile()
 

@@ -33,7 +33,9 @@ def test_recorded_steps_give_the_tokens_of_those_through_python():
 
     first = tokens()
     step = generator.runner._forward._ready[False, True]
-    if not (can_pack(torch.bfloat16) and skinny.takes(torch.ops.mkldnn._reorder_linear_weight(weight, 128))):
+    if not (
+        can_pack(torch.bfloat16) and skinny.panel_width(torch.ops.mkldnn._reorder_linear_weight(weight, 128))
+    ):
         assert not isinstance(step, ReplayedStep), "linear layers of oneDNN note no calls"
         return
     # Slots grow by 64: 3 rows see 64 and then 128 of them. The first step of all compiles.
@@ -125,4 +127,4 @@ def test_what_cannot_be_repeated_is_refused():
     calls.note(1, (0,) * 49)
     assert calls.refused == "a call of 49 arguments"
     with pytest.raises(NativeError, match="EINVAL"):
-        call(lib.nd_skinny_linear, 0, None, None, None, None, 17, 64, 64, what=lambda: "17 rows")
+        call(lib.nd_skinny_linear, 0, None, None, None, None, 17, 64, 64, 64, what=lambda: "17 rows")

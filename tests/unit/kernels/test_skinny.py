@@ -8,29 +8,30 @@ from numadist.errors import NativeError
 from numadist.generate.packed import can_pack, use_skinny_linears
 from numadist.kernels import skinny
 
-# Whole panels of 64 columns and not, more panels than threads and fewer.
-SHAPES = [(64, 2), (128, 64), (50, 66), (257, 130), (640, 384)]
+# Whole panels and not, more panels than threads and fewer; whole blocks of 32 inputs and not.
+SHAPES = [(64, 2), (50, 66), (257, 130), (640, 192)]
 
 
-def panels(w_NK):
-    """Weights in the layout the kernel reads, [ceil(N / 64), K / 2, 64, 2], made without oneDNN."""
+def panels(w_NK, width):
+    """Weights in the layout the kernel reads, [ceil(N / width), K / 2, width, 2], made without oneDNN."""
     num_out, num_in = w_NK.shape
-    padded = torch.zeros(-(-num_out // 64) * 64, num_in, dtype=w_NK.dtype)
+    padded = torch.zeros(-(-num_out // width) * width, num_in, dtype=w_NK.dtype)
     padded[:num_out] = w_NK
-    return padded.view(-1, 64, num_in // 2, 2).transpose(1, 2).contiguous()
+    return padded.view(-1, width, num_in // 2, 2).transpose(1, 2).contiguous()
 
 
-def run(isa, x_MK, blob, bias, num_out):
+def run(isa, x_MK, blob, bias, num_out, width):
     y_MN = torch.full((x_MK.shape[0], num_out), torch.nan, dtype=torch.bfloat16)
     pointers = x_MK.data_ptr(), blob.data_ptr(), None if bias is None else bias.data_ptr(), y_MN.data_ptr()
-    code = _native.lib.nd_skinny_linear(isa, *pointers, x_MK.shape[0], num_out, x_MK.shape[1])
+    code = _native.lib.nd_skinny_linear(isa, *pointers, x_MK.shape[0], num_out, x_MK.shape[1], width)
     assert code == 0, f"code {code}"
     return y_MN
 
 
 @pytest.mark.parametrize("isa", range(len(_native.supported_isas())), ids=_native.supported_isas())
+@pytest.mark.parametrize("width", skinny.WIDTHS)
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_every_isa_gives_the_f32_product_rounded_once(isa, num_threads):
+def test_every_isa_gives_the_f32_product_rounded_once(isa, width, num_threads):
     threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     torch.manual_seed(isa)
@@ -42,7 +43,7 @@ def test_every_isa_gives_the_f32_product_rounded_once(isa, num_threads):
                 x_MK = torch.randn(num_rows, num_in).bfloat16()
                 for b in (None, bias):
                     wanted = x_MK.float() @ w_NK.float().t() + (0 if b is None else b.float())
-                    seen = run(isa, x_MK, panels(w_NK), b, num_out)
+                    seen = run(isa, x_MK, panels(w_NK, width), b, num_out, width)
                     what = f"{num_rows} rows of {num_in}, {num_out} outputs, bias {b is not None}: "
                     # Half a step of bf16, and f32 sums in another order.
                     torch.testing.assert_close(
@@ -56,22 +57,23 @@ def test_every_isa_gives_the_f32_product_rounded_once(isa, num_threads):
         torch.set_num_threads(threads)
 
 
-def test_too_many_rows_and_odd_inputs_are_refused():
+def test_too_many_rows_odd_inputs_and_other_widths_are_refused():
     x = torch.zeros(17, 64, dtype=torch.bfloat16)
     call = _native.lib.nd_skinny_linear
-    assert call(0, x.data_ptr(), x.data_ptr(), None, x.data_ptr(), 17, 64, 64) < 0
-    assert call(0, x.data_ptr(), x.data_ptr(), None, x.data_ptr(), 1, 64, 63) < 0
-    assert call(99, x.data_ptr(), x.data_ptr(), None, x.data_ptr(), 1, 64, 64) < 0
+    assert call(0, x.data_ptr(), x.data_ptr(), None, x.data_ptr(), 17, 64, 64, 64) < 0
+    assert call(0, x.data_ptr(), x.data_ptr(), None, x.data_ptr(), 1, 64, 63, 64) < 0
+    assert call(0, x.data_ptr(), x.data_ptr(), None, x.data_ptr(), 1, 64, 64, 16) < 0
+    assert call(99, x.data_ptr(), x.data_ptr(), None, x.data_ptr(), 1, 64, 64, 64) < 0
 
 
 def test_shapes_are_known_without_running():
     x, blob = torch.empty(2, 3, 8, device="meta"), torch.empty(5, 8, device="meta")
-    assert torch.ops.numadist.skinny_linear(x, blob, None, 5).shape == (2, 3, 5)
+    assert torch.ops.numadist.skinny_linear(x, blob, None, 5, 32).shape == (2, 3, 5)
 
 
 def test_weights_that_are_not_packed_are_an_error():
     with pytest.raises(NativeError, match="reads packed weights"):
-        torch.ops.numadist.skinny_linear(torch.zeros(1, 8), torch.zeros(4, 8), None, 4)
+        torch.ops.numadist.skinny_linear(torch.zeros(1, 8), torch.zeros(4, 8), None, 4, 64)
 
 
 def packed(w_NK):
@@ -80,17 +82,17 @@ def packed(w_NK):
 
 def test_a_layer_is_taken_only_if_its_packed_weights_have_the_layout():
     if not can_pack(torch.bfloat16):
-        return  # takes is asked for packed bf16 weights only, and here are none
+        return  # only packed bf16 weights have a width, and here are none
     torch.manual_seed(0)
     w_NK = torch.randn(128, 64).bfloat16()
-    assert not skinny.takes(packed(w_NK.float())), "f32"
+    assert skinny.panel_width(packed(w_NK.float())) is None, "f32"
     # The same number of bytes in rows: only trying tells.
-    assert not skinny.takes(w_NK.to_mkldnn()), "not packed"
-    if skinny.takes(packed(w_NK)):
-        assert _native.supported_isas()[0] == skinny.FAST_ISA
+    assert skinny.panel_width(w_NK.to_mkldnn()) is None, "not packed"
+    if (width := skinny.panel_width(packed(w_NK))) is not None:
+        assert _native.supported_isas()[0] in skinny.FAST_ISAS
         for num_rows in (1, 16, 17):
             x = torch.randn(2, num_rows, 64).bfloat16()[:1]
-            seen = torch.ops.numadist.skinny_linear(x, packed(w_NK), None, 128)
+            seen = torch.ops.numadist.skinny_linear(x, packed(w_NK), None, 128, width)
             wanted = torch.nn.functional.linear(x.float(), w_NK.float())
             torch.testing.assert_close(seen.float(), wanted, rtol=4.1e-3, atol=1e-3)
 
@@ -110,5 +112,5 @@ def test_a_graph_uses_the_kernel_where_it_fits_and_gives_the_same():
     wanted = gm(rows)
     use_skinny_linears(gm)
     own = [n for n in gm.graph.nodes if n.target is torch.ops.numadist.skinny_linear.default]
-    assert len(own) == skinny.takes(module.packed)
+    assert len(own) == (skinny.panel_width(module.packed) is not None)
     torch.testing.assert_close(gm(rows).float(), wanted.float(), rtol=8e-3, atol=1e-3)
