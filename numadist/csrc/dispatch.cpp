@@ -123,6 +123,15 @@ bool runs_isa(const char* name) {
   return false;
 }
 
+// The list has every variant before those it includes.
+bool isa_includes(const char* isa, const char* part) {
+  const Isa* i = all_isas();
+  while (i->name != nullptr && strcmp(i->name, isa) != 0) ++i;
+  for (; i->name != nullptr; ++i)
+    if (strcmp(i->name, part) == 0) return true;
+  return false;
+}
+
 size_t element_bytes(int dtype) {
   static const uint8_t bytes[ND_NUM_DTYPES] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 1};
   return dtype >= 0 && dtype < ND_NUM_DTYPES ? bytes[dtype] : 0;

@@ -23,6 +23,9 @@ FusedKernel best_fused_kernel(int dtype);
 // Whether nd_isa_name has the name on this CPU.
 bool runs_isa(const char* name);
 
+// Whether a CPU of variant `isa` runs the kernels of `part` too. Names as nd_isa_name has them.
+bool isa_includes(const char* isa, const char* part);
+
 // Bytes of one element, 0 for an unknown dtype.
 size_t element_bytes(int dtype);
 
