@@ -1,6 +1,6 @@
-"""Is our linear layer of few rows faster than oneDNN on the same packed bf16 weights, read from memory?
+"""Is our linear layer of few rows faster than oneDNN on the same packed weights, read from memory?
 
-    python benchmarks/skinny_linear.py [--threads N] [--out FILE]
+    python benchmarks/skinny_linear.py [--dtype float32] [--threads N] [--out FILE]
 
 Every call reads another copy of the weights, as a model's layers do, from a set larger than the cache. Both take
 turns; times are medians over rounds of the smallest of a round. Prints a table of microseconds and ratios.
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from numadist.kernels import skinny
+from numadist.kernels import skinny, skinny_f32
 
 SHAPES = {
     "gpt2 qkv": (2304, 768),
@@ -24,6 +24,8 @@ SHAPES = {
     "gpt2 up": (3072, 768),
     "gpt2 down": (768, 3072),
     "gpt2 head": (50257, 768),
+    "smollm2 kv": (192, 576),
+    "smollm2 up": (1536, 576),
     "llama-1b q": (2048, 2048),
     "llama-1b kv": (512, 2048),
     "llama-1b up": (8192, 2048),
@@ -33,9 +35,9 @@ ROWS = (1, 2, 4, 8, 16)
 SET_BYTES = 192 << 20  # six times the last-level cache of the machine in results/
 
 
-def weights(num_out: int, num_in: int) -> list[Tensor]:
-    count = max(2, min(64, SET_BYTES // (2 * num_out * num_in)))
-    w_NK = torch.randn(num_out, num_in, dtype=torch.bfloat16)
+def weights(num_out: int, num_in: int, dtype: torch.dtype) -> list[Tensor]:
+    count = max(2, min(256, SET_BYTES // (dtype.itemsize * num_out * num_in)))
+    w_NK = torch.randn(num_out, num_in, dtype=dtype)
     return [torch.ops.mkldnn._reorder_linear_weight(w_NK, 128) for _ in range(count)]
 
 
@@ -47,15 +49,25 @@ def time_us(call: Callable[[Tensor], Tensor], blobs: list[Tensor]) -> float:
     return (time.perf_counter() - begin) / len(blobs) * 1e6
 
 
-def compare(
-    num_out: int, num_in: int, blobs: list[Tensor], width: int, rows: int, rounds: int
-) -> dict[str, float]:
-    x_MK = torch.randn(rows, num_in, dtype=torch.bfloat16)
-    ours = torch.ops.numadist.skinny_linear.default
+def our_linear(blob: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """(x, blob) -> y for blobs of this kind."""
+    num_out = blob.shape[0]
+    if (width := skinny.panel_width(blob)) is not None:
+        return lambda x, blob: torch.ops.numadist.skinny_linear.default(x, blob, None, num_out, width)
+    if (width := skinny_f32.panel_width(blob)) is not None:
+        return lambda x, blob: torch.ops.numadist.skinny_linear_f32.default(x, blob, None, num_out, width)
+    raise SystemExit(
+        f"{list(blob.shape)}: this machine's oneDNN packs in a layout that we have no kernel for"
+    )
+
+
+def compare(num_in: int, blobs: list[Tensor], rows: int, rounds: int) -> dict[str, float]:
+    x_MK = torch.randn(rows, num_in, dtype=blobs[0].dtype)
+    ours = our_linear(blobs[0])
     onednn = torch.ops.mkldnn._linear_pointwise.default
     calls: dict[str, Callable[[Tensor], Tensor]] = {
         "onednn_us": lambda blob: onednn(x_MK, blob, None, "none", [], ""),
-        "ours_us": lambda blob: ours(x_MK, blob, None, num_out, width),
+        "ours_us": lambda blob: ours(x_MK, blob),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
@@ -70,31 +82,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="also write JSON")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    print(f"threads {options.threads}, microseconds of oneDNN / ours (ratio above 1: ours is faster)")
+    print(
+        f"{options.dtype}, threads {options.threads}, microseconds of oneDNN / ours (ratio above 1: ours is faster)"
+    )
     print(f"{'layer':<15}{'N x K':<13}" + "".join(f"{f'M={rows}':>22}" for rows in ROWS))
     results = []
     for name, (num_out, num_in) in SHAPES.items():
-        blobs = weights(num_out, num_in)
-        width = skinny.panel_width(blobs[0])
-        if width is None:
-            raise SystemExit(
-                f"{name}: this machine's oneDNN packs in another layout, or the CPU has no AMX or AVX512-BF16"
-            )
-        found = {rows: compare(num_out, num_in, blobs, width, rows, options.rounds) for rows in ROWS}
+        blobs = weights(num_out, num_in, getattr(torch, options.dtype))
+        found = {rows: compare(num_in, blobs, rows, options.rounds) for rows in ROWS}
         cells = (f"{r['onednn_us']:.0f} / {r['ours_us']:.0f} ({r['ratio']:.2f})" for r in found.values())
         print(
             f"{name:<15}{f'{num_out} x {num_in}':<13}" + "".join(f"{cell:>22}" for cell in cells), flush=True
         )
         results += [{"layer": name, "n": num_out, "k": num_in, "m": m, **r} for m, r in found.items()]
     if options.out:
-        threads = {"threads": options.threads, "torch": torch.__version__}
-        options.out.write_text(json.dumps({**threads, "results": results}, indent=1) + "\n")
+        setting = {"dtype": options.dtype, "threads": options.threads, "torch": torch.__version__}
+        options.out.write_text(json.dumps({**setting, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

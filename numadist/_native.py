@@ -13,7 +13,7 @@ from pathlib import Path
 
 from numadist.errors import NativeError
 
-ABI_VERSION = 12  # ND_ABI_VERSION
+ABI_VERSION = 13  # ND_ABI_VERSION
 MAX_WORLD = 512  # ND_MAX_WORLD
 NODE_WORDS = 16  # ND_NODE_WORDS
 HISTORY = 16  # ND_HISTORY

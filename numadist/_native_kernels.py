@@ -1,4 +1,4 @@
-"""The core's attention and int8 layers by ctypes; csrc/nd_core.h is their manual."""
+"""The core's attention and some of its linear layers by ctypes; csrc/nd_core.h is their manual."""
 
 import ctypes
 import enum
@@ -43,8 +43,11 @@ class MaskKind(enum.IntEnum):
 lib.nd_attention_scratch.argtypes = [POINTER(Attention)]
 lib.nd_attention_scratch.restype = c_size_t
 lib.nd_attention.argtypes = [POINTER(Attention), *[c_void_p] * 6]
+lib.nd_attention_one_f32.argtypes = [c_int, *lib.nd_attention.argtypes]
 # logits, dtype, rows, cols, row stride, first, out
 lib.nd_best.argtypes = [c_void_p, c_int, c_size_t, c_size_t, c_size_t, c_int32, c_void_p]
+# isa, x, blob, bias, y, rows, n, k, width
+lib.nd_skinny_linear_f32.argtypes = [c_int, *[c_void_p] * 4, *[c_size_t] * 4]
 # fast, x, blob, scale, bias, y, rows, n, k
 lib.nd_int8_linear.argtypes = [c_int, *[c_void_p] * 5, *[c_size_t] * 3]
 
@@ -69,14 +72,16 @@ def attention(sizes: Attention, q: int, k: int, v: int, mask: int | None, out: i
 
     Raises: NativeError for sizes it does not take, or on a CPU without the kernel.
     """
-    call(
-        lib.nd_attention,
-        sizes,
-        q,
-        k,
-        v,
-        mask,
-        out,
-        scratch,
-        what=lambda: f"attention of {sizes.heads} heads of {sizes.head_dim} over {sizes.kv_heads} KV heads",
-    )
+    call(lib.nd_attention, sizes, q, k, v, mask, out, scratch, what=lambda: _described(sizes))
+
+
+def attention_one_f32(
+    sizes: Attention, q: int, k: int, v: int, mask: int | None, out: int, scratch: int, isa: int = 0
+) -> None:
+    """The same of one query a head in f32, on any CPU; isa: of supported_isas()."""
+    call(lib.nd_attention_one_f32, isa, sizes, q, k, v, mask, out, scratch, what=lambda: _described(sizes))
+
+
+def _described(sizes: Attention) -> str:
+    heads = f"{sizes.heads} heads of {sizes.head_dim} over {sizes.kv_heads} KV heads"
+    return f"attention of {sizes.queries} queries of {heads}"

@@ -6,30 +6,14 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "attention_call.h"
 #include "kernels.h"
-#include "team.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 namespace nd {
 namespace {
-
-constexpr int kQueryBlock = 48, kKeyBlock = 64, kMaxHeadDim = 256;
-// Keys of a single query that one thread takes at least; of more than kMaxRanges times as many it takes more.
-constexpr int kRange = 256, kMaxRanges = 64;
-constexpr float kLog2E = 1.44269504f;
-
-struct Attention : NdAttention {
-  const void *q, *k, *v, *mask;
-  void *out, *scratch;
-};
-
-constexpr int blocks_of(int size, int block) { return (size + block - 1) / block; }
-
-ptrdiff_t offset(const ptrdiff_t stride[3], int batch, int head, int row) {
-  return batch * stride[0] + head * stride[1] + row * stride[2];
-}
 
 #if defined(__x86_64__)
 #pragma GCC push_options
@@ -38,7 +22,6 @@ ptrdiff_t offset(const ptrdiff_t stride[3], int batch, int head, int row) {
 #pragma GCC diagnostic ignored "-Wuninitialized"  // both in GCC 12's own intrinsics (GCC bug 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 namespace avx512_bf16 {
-#include "attention.h"
 #include "attention_one.h"
 }  // namespace avx512_bf16
 #pragma GCC diagnostic pop
@@ -49,8 +32,6 @@ namespace avx512_bf16 {
 size_t packed_bytes(const NdAttention& a) {
   return size_t(blocks_of(a.keys, kKeyBlock)) * kKeyBlock * a.head_dim * sizeof(uint16_t);
 }
-
-int ranges_of(const NdAttention& a) { return std::min(kMaxRanges, blocks_of(a.keys, kRange)); }
 
 bool is_valid(const NdAttention& a) {
   return a.batch > 0 && a.queries > 0 && a.keys > 0 && a.kv_heads > 0 && a.heads % a.kv_heads == 0 &&
@@ -85,19 +66,6 @@ void attend_prompt(const Attention& a) {
                         values_of(kv));
   });
 }
-
-// Threads share out the KV heads and, of long contexts, ranges of their keys.
-void attend_single(const Attention& a) {
-  const int end = a.causal ? 1 : a.keys, ranges = ranges_of(a), heads = a.batch * a.kv_heads;
-  const int range = blocks_of(blocks_of(a.keys, ranges), kKeyBlock) * kKeyBlock;
-  for_each_item(heads * ranges, [&](int item) {
-    const int head = item / ranges, r = item % ranges, begin = std::min(end, r * range);
-    avx512_bf16::attend_range(a, head / a.kv_heads, head % a.kv_heads, r, ranges, begin,
-                              std::min(end, begin + range));
-  });
-  for_each_item(a.batch * a.heads,
-                [&](int item) { avx512_bf16::merge_ranges(a, item / a.heads, item % a.heads, ranges); });
-}
 #endif
 
 }  // namespace
@@ -119,7 +87,7 @@ int nd_attention(const NdAttention* sizes, const void* q, const void* k, const v
   if (!nd_attention_runs()) return -EOPNOTSUPP;
 #if defined(__x86_64__)
   if (a.queries == 1)
-    attend_single(a);
+    attend_single(a, avx512_bf16::attend_range, avx512_bf16::merge_ranges);
   else
     attend_prompt(a);
 #endif

@@ -232,13 +232,6 @@ inline void write_rows(const QueryBlock& b, const Attention& a, int rows, uint16
   }
 }
 
-// The mask of one query of one head from key `key` on, or nullptr.
-inline const char* mask_at(const Attention& a, int batch, int head, int query, int key) {
-  if (a.mask == nullptr) return nullptr;
-  const ptrdiff_t bytes = a.mask_kind == ND_MASK_F32 ? 4 : a.mask_kind == ND_MASK_BF16 ? 2 : 1;
-  return static_cast<const char*>(a.mask) + (offset(a.mask_stride, batch, head, query) + key) * bytes;
-}
-
 // Queries [begin, begin + rows) of one head; k and v packed.
 inline void attend(const Attention& a, int batch, int head, int begin, int rows, const uint16_t* k,
                    const uint16_t* v) {

@@ -1,21 +1,7 @@
 // Attention of one query a head, as decoding asks for it: waits for memory, so every key and value is read
-// once, where it lies, for all query heads that share it. Follows attention.h, in its namespace.
+// once, where it lies, for all query heads that share it. bf16, in the namespace of AVX512-BF16.
 
-// What one query head has of a range of keys: its highest score in base 2, and sums relative to it.
-struct Partial {
-  float highest, sum;
-  float* out;  // [head_dim]
-};
-
-inline Partial partial_at(const Attention& a, int head, int range, int ranges) {
-  float* at = static_cast<float*>(a.scratch) + (ptrdiff_t(head) * ranges + range) * (2 + a.head_dim);
-  return {at[0], at[1], at + 2};
-}
-
-inline void store_partial(const Partial& p) {
-  p.out[-2] = p.highest;
-  p.out[-1] = p.sum;
-}
+#include "attention.h"
 
 // Sums of neighbouring lanes, those of a and then those of b.
 inline Zmm add_lanes(Zmm a, Zmm b) {
@@ -116,44 +102,10 @@ inline void add_block(Partial& p, const Attention& a, int batch, int head, int b
   if (d < a.head_dim) add_values<1>(p.out + d, rescale, weights, v + d, a.v_stride[2], keys);
 }
 
-// All query heads of a KV head over keys [begin, end): a block of keys stays in the cache for all of them.
-inline void attend_range(const Attention& a, int batch, int kv_head, int range, int ranges, int begin,
-                         int end) {
-  const int shared = a.heads / a.kv_heads;
-  for (int i = 0; i < shared; ++i) {
-    Partial p = partial_at(a, batch * a.heads + kv_head * shared + i, range, ranges);
-    p.highest = -INFINITY;
-    p.sum = 0;
-    memset(p.out, 0, sizeof(float) * a.head_dim);
-    store_partial(p);
-  }
-  for (int key = begin; key < end; key += kKeyBlock)
-    for (int i = 0; i < shared; ++i) {
-      const int head = kv_head * shared + i;
-      Partial p = partial_at(a, batch * a.heads + head, range, ranges);
-      add_block(p, a, batch, head, key, std::min(kKeyBlock, end - key));
-      store_partial(p);
-    }
+inline void store_row(uint16_t* out, const float* y, int dim) {
+  for (int d = 0; d < dim; d += 16)
+    _mm256_storeu_si256((__m256i*)(out + d), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(y + d)));
 }
 
-// The ranges of one query head to its result.
-inline void merge_ranges(const Attention& a, int batch, int head, int ranges) {
-  float highest = -INFINITY, sum = 0, share[kMaxRanges];
-  for (int r = 0; r < ranges; ++r)
-    highest = std::max(highest, partial_at(a, batch * a.heads + head, r, ranges).highest);
-  for (int r = 0; r < ranges; ++r) {
-    const Partial p = partial_at(a, batch * a.heads + head, r, ranges);
-    share[r] = p.highest == -INFINITY ? 0 : exp2f(p.highest - highest);
-    sum += share[r] * p.sum;
-  }
-  auto* out = static_cast<uint16_t*>(a.out) + offset(a.out_stride, batch, head, 0);
-  for (int d = 0; d < a.head_dim; d += 16) {
-    Zmm y = _mm512_setzero_ps();
-    for (int r = 0; r < ranges; ++r) {
-      const Partial p = partial_at(a, batch * a.heads + head, r, ranges);
-      y = _mm512_fmadd_ps(_mm512_loadu_ps(p.out + d), _mm512_set1_ps(share[r]), y);
-    }
-    y = _mm512_mul_ps(y, _mm512_set1_ps(sum == 0 ? 0 : 1 / sum));
-    _mm256_storeu_si256((__m256i*)(out + d), (__m256i)_mm512_cvtneps_pbh(y));
-  }
-}
+using Element = uint16_t;
+#include "attention_range.h"

@@ -29,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 12
+#define ND_ABI_VERSION 13
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_HISTORY 16
@@ -338,6 +338,11 @@ ND_API int nd_team_form(int* threads, int* fresh);
 ND_API int nd_skinny_linear(int isa, const void* x, const void* blob, const void* bias, void* y, size_t rows,
                             size_t n, size_t k, size_t width);
 
+/* The same in f32. blob: [ceil(n / width)][k][width], as oneDNN packs it; width: a multiple of 16 up to 64.
+ */
+ND_API int nd_skinny_linear_f32(int isa, const float* x, const float* blob, const float* bias, float* y,
+                                size_t rows, size_t n, size_t k, size_t width);
+
 /* The same on int8 weights with a scale a column: y = x * (scale * W)^T + bias, for any number of rows.
  * scale: f32 [n]. blob: [ceil(n / 64)][k / 2][128] bytes of sign (the top bit) and magnitude; a group of 128
  * holds inputs 2 i and 2 i + 1 of column c of a panel side by side, from byte
@@ -395,6 +400,10 @@ ND_API size_t nd_attention_scratch(const NdAttention* sizes);
  * without a kernel. */
 ND_API int nd_attention(const NdAttention* sizes, const void* q, const void* k, const void* v,
                         const void* mask, void* out, void* scratch);
+/* The same in f32 of one query a head, on any CPU by the isa-th kernel; head_dim a multiple of 16, no mask of
+ * bf16. */
+ND_API int nd_attention_one_f32(int isa, const NdAttention* sizes, const void* q, const void* k,
+                                const void* v, const void* mask, void* out, void* scratch);
 
 #ifdef __cplusplus
 }

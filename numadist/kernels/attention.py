@@ -1,7 +1,7 @@
-"""`numadist::attention`: scaled dot product attention in bf16, by AVX512-BF16 products.
+"""`numadist::attention`: scaled dot product attention in bf16, by AVX512-BF16 products; of single queries also in f32.
 
 torch 2.13 multiplies bf16 attention in f32 where a CPU has no AMX, computes what a mask hides, and of a single query
-rearranges all keys first. csrc/attention.h, csrc/attention_one.h.
+rearranges all keys first. csrc/attention.h, csrc/attention_one.h, csrc/attention_f32.h.
 """
 
 import functools
@@ -16,6 +16,7 @@ from numadist.errors import NativeError
 
 MAX_HEAD_DIM = 256
 
+_KERNELS = {torch.bfloat16: native.attention, torch.float32: native.attention_one_f32}
 _MASKS = {torch.bool: MaskKind.BOOL, torch.bfloat16: MaskKind.BF16, torch.float32: MaskKind.F32}
 
 _LIBRARY = torch.library.Library("numadist", "FRAGMENT")
@@ -35,6 +36,14 @@ def takes(head_dim: int, dtype: torch.dtype, mask_dtype: torch.dtype | None) -> 
     return attention_runs() and fits(head_dim, dtype, mask_dtype)
 
 
+def takes_one(head_dim: int, dtype: torch.dtype, mask_dtype: torch.dtype | None) -> bool:
+    """Whether a kernel of this CPU computes such an attention for one query a head."""
+    fits_f32 = head_dim % 16 == 0 and 0 < head_dim <= MAX_HEAD_DIM and dtype == torch.float32
+    return (fits_f32 and mask_dtype in (None, torch.bool, torch.float32)) or takes(
+        head_dim, dtype, mask_dtype
+    )
+
+
 def pays(head_dim: int, dtype: torch.dtype, mask_dtype: torch.dtype | None, is_causal: bool) -> bool:
     """Whether the kernel takes this attention, and torch's is slower.
 
@@ -52,8 +61,13 @@ def _attention(
     """[B, H, S, D], laid out as [B, S, H, D]. Query head h reads KV head h // (H // G).
 
     mask: broadcasts to [B, H, S, T]; True where a query may look, or what is added to the scores.
-    Raises: NativeError for what `takes` refuses.
+    Raises: NativeError for what `takes` and, of single queries, `takes_one` refuse.
     """
+    kernel = _KERNELS.get(q_BHSD.dtype)
+    if kernel is None or not q_BHSD.dtype == k_BGTD.dtype == v_BGTD.dtype:
+        raise NativeError(
+            f"attention of {q_BHSD.dtype}, {k_BGTD.dtype}, {v_BGTD.dtype}: not of one dtype we have"
+        )
     q_BHSD, k_BGTD, v_BGTD = (x if x.stride(-1) == 1 else contiguous(x) for x in (q_BHSD, k_BGTD, v_BGTD))
     out = kept(_empty_result(q_BHSD))
     mask_sizes, mask_data = None, None
@@ -73,7 +87,7 @@ def _attention(
     )
     scratch = kept(torch.empty(scratch_bytes, dtype=torch.uint8))
     pointers = q_BHSD.data_ptr(), k_BGTD.data_ptr(), v_BGTD.data_ptr(), mask_data
-    native.attention(sizes, *pointers, out.data_ptr(), scratch.data_ptr())
+    kernel(sizes, *pointers, out.data_ptr(), scratch.data_ptr())
     return out
 
 

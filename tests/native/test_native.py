@@ -72,6 +72,10 @@ def test_linear_layers_are_exact_on_a_team_of_threads(build):
     assert "ok" in run(build("test_skinny"))
 
 
+def test_linear_layers_in_f32_are_exact_for_every_width_of_panels(build):
+    assert "ok" in run(build("test_skinny_f32"))
+
+
 def test_int8_layers_are_exact(build):
     assert "ok" in run(build("test_int8"))
 
@@ -102,3 +106,7 @@ def test_soak_of_ten_million_calls(build, world):
 
 def test_attention_agrees_with_plain_loops(build):
     assert "worst error" in run(build("test_attention"), 40)
+
+
+def test_single_queries_in_f32_agree_with_plain_loops(build):
+    assert "worst error" in run(build("test_attention_f32"))

@@ -1,13 +1,18 @@
 """`numadist::attention` against torch in f32, and where the compiler puts it."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from numadist import _native_kernels as native
 from numadist import models
+from numadist._native import supported_isas
 from numadist._native_kernels import attention_runs
 from numadist.errors import NativeError
-from numadist.kernels.attention import takes
+from numadist.kernels import attention
+from numadist.kernels.attention import takes, takes_one
 from numadist.shard.attention import write_attention
 from numadist.shard.capture import capture
 from numadist.shard.graph import aten
@@ -67,6 +72,45 @@ def test_error_is_that_of_bf16(sizes, kind):
         assert (result.float() - truth).abs().max() <= allowed
 
 
+ONE_QUERY = [name for name, sizes in SIZES.items() if sizes[3] == 1]
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "window", "f32"])
+@pytest.mark.parametrize("name", ONE_QUERY)
+@pytest.mark.parametrize("isa", range(len(supported_isas())), ids=supported_isas())
+def test_single_queries_in_f32_are_as_exact_as_those_of_torch(isa, name, kind, monkeypatch):
+    batch, heads, kv_heads, queries, keys, dim = SIZES[name]
+    assert takes_one(dim, torch.float32, None)
+    torch.manual_seed(0)
+    q = torch.randn(batch, queries, heads, dim).transpose(1, 2)
+    k, v = (torch.randn(batch, kv_heads, keys, dim) for _ in range(2))
+    mask, is_causal = mask_of(kind, heads, queries, keys), kind == "causal"
+
+    def theirs(dtype):
+        added = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
+        inputs = (x.to(dtype) for x in (q, k, v))
+        return sdpa(*inputs, attn_mask=added, is_causal=is_causal, enable_gqa=True)
+
+    truth = theirs(torch.float64)
+    allowed = 2 * (theirs(torch.float32) - truth).abs().max() + 1e-6
+    kernel = functools.partial(native.attention_one_f32, isa=isa)
+    monkeypatch.setitem(attention._KERNELS, torch.float32, kernel)
+    assert (ours(q, k, v, mask, is_causal) - truth).abs().max() <= allowed
+
+
+def test_query_that_sees_no_key_gives_zeros_in_f32_too():
+    q, k, v = torch.randn(2, 4, 1, 64), torch.randn(2, 2, 300, 64), torch.randn(2, 2, 300, 64)
+    seen = torch.zeros(2, 1, 1, 300, dtype=torch.bool)
+    seen[1, ..., 290] = True
+    result = ours(q, k, v, seen, False)
+    assert (result[0] == 0).all()
+    torch.testing.assert_close(result[1, :, 0], v[1, :, 290].repeat_interleave(2, 0))
+    k[1, 0, 290, 3] = float("nan")
+    result = ours(q, k, v, seen, False)
+    assert result[1, :2].isnan().all(), "NaN is passed on"
+    assert result[1, 2:].isfinite().all()
+
+
 def test_query_that_sees_no_key_gives_zeros():
     if not attention_runs():
         return
@@ -120,6 +164,10 @@ def test_refuses_what_it_does_not_take():
     assert not takes(64, torch.bfloat16, torch.float64)
     with pytest.raises(NativeError, match="2 heads of 40 over 2 KV heads"):
         ours(q, k, v, None, False)
+    with pytest.raises(NativeError, match="8 queries of 2 heads of 40 over 2 KV heads: EINVAL"):
+        ours(q.float(), k.float(), v.float(), None, False)
+    with pytest.raises(NativeError, match="not of one dtype we have"):
+        ours(q, k.float(), v, None, False)
 
 
 def test_graph_takes_it_without_repeating_kv_heads():
