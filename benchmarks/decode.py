@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,12 +35,14 @@ from numadist.compare.gguf_file import write_gguf
 from numadist.compare.statistics import Timing, ratio
 from numadist.compare.variants import CannotRun
 from numadist.config import config
+from numadist.kernels import attention, skinny_f32
 from numadist.topology.cpuset import format_list, parse_list
 
 FOLDER = Path(__file__).parent
 README = FOLDER.parent / "README.md"
 OURS = "numadist"
 OURS_INT8 = "numadist int8"
+OURS_ONEDNN = "numadist oneDNN"
 SCRIPTS = {
     "torch.compile": "decode_one_process.py",
     "OpenVINO": "decode_openvino.py",
@@ -78,6 +81,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--int8", action="store_true", help="a row of ours with int8 weights as well")
+    parser.add_argument(
+        "--onednn", action="store_true", help="a row of ours without its own f32 kernels as well"
+    )
     parser.add_argument("--peers", nargs="*", default=list(SCRIPTS), choices=SCRIPTS)
     parser.add_argument(
         "--llama-python",
@@ -97,6 +103,10 @@ def measure_model(name: str, options, cpus: list[int]) -> list[dict]:
     if options.int8:
         model = models.build(name, getattr(torch, options.dtype))
         generators[OURS_INT8] = make_generator(model, options, "int8")
+    if options.onednn:
+        model = models.build(name, getattr(torch, options.dtype))
+        with without_f32_kernels():
+            generators[OURS_ONEDNN] = make_generator(model, options, None)
     del model
     rows = []
     for batch in options.batch:
@@ -126,6 +136,16 @@ def make_generator(model: torch.nn.Module, options, quantization: str | None) ->
         compile=True,
         quantization=quantization,
     )
+
+
+@contextlib.contextmanager
+def without_f32_kernels():
+    """Generators made here decode float32 by oneDNN and torch's attention, so without recorded steps."""
+    with (
+        mock.patch.object(skinny_f32, "panel_width", return_value=None),
+        mock.patch.object(attention, "takes_one", attention.takes),
+    ):
+        yield
 
 
 def measure_rounds(

@@ -33,6 +33,7 @@ class CompiledStep:
         with warnings.catch_warnings():  # torch.export's own, when its result is copied
             warnings.simplefilter("ignore", FutureWarning)
             decode = GraphModule(gm, copy.deepcopy(gm.graph))
+        write_attention(decode, one_query=True)
         use_one_token_attention(decode)
         self.int8_bytes = use_int8_linears(decode) if int8 else 0
         use_skinny_linears(decode)

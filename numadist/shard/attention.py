@@ -29,10 +29,13 @@ def use_grouped_attention(gm: GraphModule) -> None:
     gm.recompile()
 
 
-def write_attention(gm: GraphModule) -> None:
-    """Attention that `numadist::attention` takes becomes that, on CPUs where it is faster; inference only."""
+def write_attention(gm: GraphModule, one_query: bool = False) -> None:
+    """Attention that `numadist::attention` takes becomes that, on CPUs where it is faster; inference only.
+
+    one_query: the graph is called with one query a head.
+    """
     for node in list(gm.graph.nodes):
-        if node.target is not _SDPA or not _pays(node):
+        if node.target is not _SDPA or not _pays(node, one_query):
             continue
         query, key, value = node.args[:3]
         scale = node.kwargs.get("scale") or graph.shape(query)[-1] ** -0.5
@@ -63,8 +66,10 @@ def fits_ours(node: Node) -> bool:
     return form is not None and kernel.fits(*form)
 
 
-def _pays(node: Node) -> bool:
+def _pays(node: Node, one_query: bool) -> bool:
     form = _form(node)
+    if one_query:
+        return form is not None and kernel.takes_one(*form)
     return form is not None and kernel.pays(*form, mask_of(node) == "causal")
 
 
