@@ -35,7 +35,7 @@ def apply(gm: GraphModule, schema: Schema, rank: int, emit: Emitter) -> None:
     Raises: ShardError if the schema splits tokens and `emit` cannot.
     """
     nodes = {n.name: n for n in gm.graph.nodes}
-    points = reduce_points(gm, {nodes[name] for name in schema.partial_values()})
+    points = reduce_points(gm, schema, train=emit.enter is not None)
     region = region_of(gm, schema)
     if region and emit.reduce_scatter is None:
         raise ShardError(

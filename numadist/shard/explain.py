@@ -51,7 +51,7 @@ def explain(
 def explain_graph(gm: GraphModule, schema: Schema) -> str:
     """The same for a graph already captured, before it is rewritten for a rank."""
     nodes = {n.name: n for n in gm.graph.nodes}
-    points = reduce_points(gm, {nodes[name] for name in schema.partial_values()})
+    points = reduce_points(gm, schema)
     region = region_of(gm, schema)
     lines = [*_summary(gm, schema), *_collective_lines(schema, points, region), *_cost_lines(schema), ""]
     described: dict[tuple, str] = {}

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from numadist.shard import graph
-from numadist.shard.graph import aten, hint, is_static, reshape_groups, shape, tensors
+from numadist.shard.graph import aten, is_static, reshape_groups, shape, tensors
 from numadist.shard.placement import CannotShard, DimShard, Shard, cut_size, merge, regroup, shift
 
 NORM_NEEDS_WHOLE = "a norm needs the whole of the sharded dim"
@@ -351,8 +351,6 @@ def product(a: Node, b: Node, want: Shard, ndim: int) -> Demands:
     """Batch dims are wanted of both factors, rows of the first, columns of the second."""
     if len(shape(a)) < 2 or len(shape(b)) < 2:
         raise CannotShard("a product with a vector")
-    if not all(is_static(n) and hint(n) for n in (shape(a)[-1],)):
-        raise CannotShard("a product over a dynamic dim")
     left, right = broadcast(a, ndim, want, last_dims=2).dims, broadcast(b, ndim, want, last_dims=2).dims
     if ndim - 2 in want.dims:
         left = {**left, len(shape(a)) - 2: want.dims[ndim - 2]}

@@ -38,7 +38,7 @@ _ROW_WISE = {
 
 def plan_sequence(gm: GraphModule, schema: Schema) -> Sequence:
     """Which sums can be reduce-scattered under the schema's blocks, and what follows on the shares."""
-    points = _points(gm, schema)
+    points = reduce_points(gm, schema)
     left = {}
     for point in points:
         reason = _why_not(point, schema.num_ranks)
@@ -67,7 +67,7 @@ def region_of(gm: GraphModule, schema: Schema) -> Region:
     if schema.sequence is None:
         return {}
     wanted = schema.sequence.values
-    points = [p for p in _points(gm, schema) if p.name in wanted and _why_not(p, schema.num_ranks) is None]
+    points = [p for p in reduce_points(gm, schema) if p.name in wanted and _why_not(p, schema.num_ranks) is None]
     region = _grow(gm, schema, points, wanted)
     for node, shard in region.items():
         if wanted[node.name] != shard:
@@ -89,11 +89,6 @@ def sliced_inputs(node: Node, region: Region, num_ranks: int) -> dict[Node, Shar
 def outside_readers(node: Node, region: Region) -> list[Node]:
     """Who needs all tokens of a node of the region. The size of another dim can be asked of a share."""
     return [u for u in node.users if u not in region and u.target is not aten.sym_size.int]
-
-
-def _points(gm: GraphModule, schema: Schema) -> list[Node]:
-    nodes = {n.name: n for n in gm.graph.nodes}
-    return reduce_points(gm, {nodes[name] for name in schema.partial_values()})
 
 
 def _why_not(point: Node, num_ranks: int) -> str | None:

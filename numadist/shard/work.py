@@ -127,7 +127,7 @@ class _Counter:
         return max(local) / math.prod(whole)
 
     def _reductions(self) -> list[Reduction]:
-        points = reduce_points(self.gm, {self.nodes[name] for name in self.schema.partial_values()})
+        points = reduce_points(self.gm, self.schema)
         served: list[tuple[int, Node]] = []
         for i, block in enumerate(self.schema.blocks):
             for name in (block.sink, *block.lookups):

@@ -171,15 +171,33 @@ def test_a_block_needs_one_all_reduce_and_two_partial_sums_share_one():
     sequential = nn.Sequential(Residual(Attention()), Residual(MLP())).eval()
     schema, _ = check_equal(sequential, x, 2)
     gm = capture(sequential, (x,), {})
-    nodes = {n.name: n for n in gm.graph.nodes}
-    assert len(reduce_points(gm, {nodes[n] for n in schema.partial_values()})) == 2
+    assert len(reduce_points(gm, schema)) == 2
 
     parallel = ParallelBlock().eval()
     schema, _ = check_equal(parallel, x, 2)
     gm = capture(parallel, (x,), {})
-    nodes = {n.name: n for n in gm.graph.nodes}
     assert len(schema.blocks) == 2
-    assert len(reduce_points(gm, {nodes[n] for n in schema.partial_values()})) == 1
+    assert len(reduce_points(gm, schema)) == 1
+
+
+class GatedByABlock(nn.Module):
+    """The output of one block is a factor inside the next one, with no layer between."""
+
+    def __init__(self, viewed):
+        super().__init__()
+        self.viewed = viewed
+        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(256, 128, bias=False)
+        self.gate, self.out = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)
+
+    def forward(self, x):
+        y = self.down(nn.functional.gelu(self.up(x)))
+        return self.out((y.unsqueeze(0).squeeze(0) if self.viewed else y) * self.gate(x))
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+def test_a_block_takes_its_part_of_a_sum_and_not_of_a_summand(viewed):
+    schema, _ = check_equal(GatedByABlock(viewed), torch.randn(3, 64), 2)
+    assert len(schema.blocks) == 2
 
 
 def test_bias_of_the_row_parallel_layer_is_added_once():
