@@ -34,8 +34,8 @@ def panel_width(blob: Tensor) -> int | None:
     out_features, in_features = blob.shape
     if blob.dtype != torch.bfloat16 or in_features % 2 or supported_isas()[0] not in FAST_ISAS:
         return None
-    num_columns = torch.ops.mkldnn._nbytes(blob) // (2 * in_features)
-    possible = [width for width in WIDTHS if num_columns == -(-out_features // width) * width]
+    num_bytes = torch.ops.mkldnn._nbytes(blob)
+    possible = [width for width in WIDTHS if num_bytes == 2 * in_features * -(-out_features // width) * width]
     if not possible:
         return None
     x_MK = torch.randn(2, in_features, generator=torch.Generator().manual_seed(1)).to(blob.dtype)

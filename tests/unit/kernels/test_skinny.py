@@ -97,6 +97,16 @@ def test_a_layer_is_taken_only_if_its_packed_weights_have_the_layout():
             torch.testing.assert_close(seen.float(), wanted, rtol=4.1e-3, atol=1e-3)
 
 
+def test_of_two_widths_with_as_many_bytes_the_one_that_onednn_packed_is_found(monkeypatch):
+    if not can_pack(torch.bfloat16):
+        return
+    torch.manual_seed(0)
+    blob = packed(torch.randn(128, 64).bfloat16())
+    width = skinny.panel_width(blob)
+    monkeypatch.setattr(skinny, "WIDTHS", skinny.WIDTHS[::-1])
+    assert skinny.panel_width(blob) == width
+
+
 def test_a_graph_uses_the_kernel_where_it_fits_and_gives_the_same():
     if not can_pack(torch.bfloat16):
         return
