@@ -103,7 +103,7 @@ def _linear(node: Node) -> tuple[Any, Node, Any, bool] | None:
     if operands is None:
         return None
     rows, weight, bias, k_dim = operands
-    transposed = k_dim == 0
+    transposed = k_dim == -2
     while weight.target in (aten.t.default, aten.numpy_T.default):
         weight, transposed = weight.args[0], not transposed
     return (rows, weight, bias, transposed) if weight.op == "get_attr" else None

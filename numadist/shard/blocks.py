@@ -79,6 +79,8 @@ def _kind(block: propagate.BlockPlan) -> str:
     ops = {n.target for n in block.values if n not in block.columns}
     if ops & _ATTENTION_OPS or ops & _PRODUCT_OPS:
         return "attention"
+    if block.sink.num_experts > 1:
+        return "experts"
     gates = [n for n in block.values if n.target is aten.mul.Tensor and _joins_columns(n, block)]
     return "gated mlp" if gates else "mlp"
 

@@ -108,9 +108,16 @@ class Dependencies:
         return node in self._weight_only
 
 
+# Products of rows with one of several matrices each: the experts of a mixture. By name, as transformers may be absent.
+_GROUPED = {"aten.bmm.default", "aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"}
+
+
 @dataclass(frozen=True)
 class Contraction:
-    """A linear layer in any spelling: out[..., N] = input[..., K] contracted with weight over K, plus bias[N]."""
+    """A linear layer in any spelling: out[..., N] = input[..., K] contracted with weight over K, plus bias[N].
+
+    weight: K and N in any order, after the experts if each row has one of several.
+    """
 
     node: Node
     input: Node
@@ -123,33 +130,45 @@ class Contraction:
         """K, the length of the contracted dim."""
         return shape(self.weight)[self.weight_k_dim]
 
+    @property
+    def weight_n_dim(self) -> int:
+        ndim = len(shape(self.weight))
+        return ndim - 1 if self.weight_k_dim == ndim - 2 else ndim - 2
+
+    @property
+    def num_experts(self) -> int:
+        return shape(self.weight)[0] if len(shape(self.weight)) > 2 else 1
+
 
 def linear_operands(node: Node) -> tuple[Any, Any, Any, int] | None:
-    """(input, weight, bias, the weight's contracted dim) of a linear layer in any spelling; None for other nodes.
+    """(input, weight, bias, the weight's contracted dim, from its end) of a linear layer in any spelling, or None.
 
     By the operator alone: nothing is asked of sizes, which nodes made by a rewrite lack.
     """
     if node.target is aten.linear.default:
         x, w, *rest = node.args
-        return x, w, (rest or [node.kwargs.get("bias")])[0], 1
+        return x, w, (rest or [node.kwargs.get("bias")])[0], -1
     if node.target is aten.addmm.default and not node.kwargs:
         bias, x, w = node.args
-        return x, w, bias, 0
-    if node.target in {aten.mm.default, aten.matmul.default}:
-        x, w = node.args
-        return x, w, None, 0
+        return x, w, bias, -2
+    if node.target in {aten.mm.default, aten.matmul.default} or str(node.target) in _GROUPED:
+        x, w = node.args[:2]
+        return x, w, None, -2
     return None
 
 
 def as_contraction(node: Node, deps: Dependencies) -> Contraction | None:
     """The node as a linear layer, or None: its weight must be a parameter or a view of one."""
-    operands = linear_operands(node)
+    operands = linear_operands(node) if node.op == "call_function" else None
     if operands is None:
         return None
-    x, weight, bias, weight_k_dim = operands
-    if not deps.is_weight(weight) or len(shape(weight)) != 2 or deps.is_weight(x):
+    x, weight, bias, k_dim = operands
+    if not deps.is_weight(weight) or deps.is_weight(x):
         return None
-    return Contraction(node, x, weight, weight_k_dim, bias)
+    ndim = len(shape(weight))
+    if ndim != (3 if str(node.target) in _GROUPED else 2):
+        return None
+    return Contraction(node, x, weight, ndim + k_dim, bias)
 
 
 def reshape_groups(in_shape: tuple, out_shape: tuple) -> list[tuple[list[int], list[int]]]:

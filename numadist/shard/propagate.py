@@ -167,7 +167,7 @@ class _Planner:
             if layer in failures and layer not in self.taken and not failures[layer].is_boundary:
                 return failures[layer]
         if any(n in reach.between for b in blocks for n in (*b.values, *b.slices)):
-            return _Failed("every rank needs its whole output (one KV head serves several ranks)", node)
+            return _Failed("every rank needs its whole output", node)
         if own.is_boundary and reach.output:
             return _Failed("its output is the model's output", node)
         return own
@@ -309,7 +309,7 @@ class _Walk:
         if layer.bias is not None and not self.deps.is_weight(layer.bias):
             raise CannotShard("its bias is computed, not a parameter")
         self.columns.append(layer.node)
-        demands: rules.Demands = {layer.weight: Shard({1 - layer.weight_k_dim: want.dims[last]})}
+        demands: rules.Demands = {layer.weight: Shard({layer.weight_n_dim: want.dims[last]})}
         if layer.bias is not None:
             demands[layer.bias] = Shard({0: want.dims[last]})
         return demands

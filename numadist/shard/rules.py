@@ -269,28 +269,57 @@ def unbind(node: Node, want: dict[int, Shard], ctx: Context) -> Demands:
 
 @rule(aten.slice.Tensor)
 def slice_(node: Node, want: Shard, ctx: Context) -> Demands:
+    source = node.args[0]
     dim = positive(node.args[1] if len(node.args) > 1 else 0, len(shape(node)))
-    if dim in want.dims:
+    dims = dict(want.dims)
+    if dim in dims:
+        dims[dim] = _interleaved(node, shape(source)[dim], dims[dim])
+    return {source: Shard(dims)}
+
+
+def _interleaved(node: Node, size: Any, want: DimShard) -> DimShard:
+    """For every step-th index from the first ones on: all indices of the wanted steps, whichever is picked of each."""
+    start, end, step = (*node.args[2:], *(0, None, 1)[len(node.args) - 2 :])
+    to_the_end = end is None or (is_static(end) and is_static(size) and end >= size)
+    if step == 1 or not to_the_end or not 0 <= (start or 0) < step or size % step:
         raise CannotShard("a slice along the sharded dim")
-    return {node.args[0]: want}
+    cuts = tuple(tuple((a * step, b * step) for a, b in cut) for cut in want.cuts)
+    return DimShard(cuts, want.scale // step if want.scale % step == 0 else 0)
+
+
+def _picked(ndim: int, indices: Any) -> tuple[list[int], int, dict[int, int]]:
+    """Of x[indices]: the indexed dims of x, the number of dims they become, and for the others their place after it.
+
+    As in numpy: the new dims come first if a slice separates the indexed ones, else where the first of them was.
+    """
+    indexed = [d for d, index in enumerate(indices) if index is not None]
+    num_new = max(len(shape(indices[d])) for d in indexed)
+    first = indexed[0] if indexed[-1] - indexed[0] == len(indexed) - 1 else 0
+    rest = [d for d in range(ndim) if d not in indexed]
+    return indexed, num_new, {d: i if i < first else i + num_new for i, d in enumerate(rest)}
+
+
+@rule(aten.index.Tensor)
+def index(node: Node, want: Shard, ctx: Context) -> Demands:
+    """Picks from a tensor at computed places; dims that are not indexed may be sharded."""
+    source, indices = node.args
+    _, _, place = _picked(len(shape(source)), indices)
+    dims = {d: want.dims[i] for d, i in place.items() if i in want.dims}
+    if len(dims) < len(want.dims):
+        raise CannotShard("a pick of computed places, and the places are sharded")
+    return {source: Shard(dims)}
 
 
 @rule(aten.index_put_.default, aten.index_put.default)
 def index_put(node: Node, want: Shard, ctx: Context) -> Demands:
     """Writes rows into a tensor at given places of the indexed dims; the other dims may be sharded."""
     target, indices, written = node.args[:3]
-    ndim = len(shape(node))
-    indexed = [d for d, index in enumerate(indices) if index is not None]
+    indexed, num_new, place = _picked(len(shape(node)), indices)
     if any(d in want.dims for d in indexed):
         raise CannotShard("a write at computed places of the sharded dim")
-    # As in numpy: dims of the indices come first if a slice separates them, else where the first of them is.
-    index_ndim = max(len(shape(indices[d])) for d in indexed)
-    first = indexed[0] if indexed[-1] - indexed[0] == len(indexed) - 1 else 0
-    rest = [d for d in range(ndim) if d not in indexed]
-    place = {d: i if i < first else i + index_ndim for i, d in enumerate(rest)}
     moved = Shard({place[d]: s for d, s in want.dims.items()})
     demands: Demands = {target: want}
-    part = broadcast(written, index_ndim + len(rest), moved)
+    part = broadcast(written, num_new + len(place), moved)
     return {**demands, written: part} if part else demands
 
 
@@ -323,14 +352,36 @@ def norm(node: Node, want: Shard, ctx: Context) -> Demands:
 @rule(aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default)
 def reduction(node: Node, want: Shard, ctx: Context) -> Demands:
     source = node.args[0]
+    return {source: _unreduced(source, node.args[1], len(shape(node)), want)}
+
+
+@rule(aten.max.dim, aten.min.dim)
+def extreme(node: Node, want: dict[int, Shard], ctx: Context) -> Demands:
+    """The largest along one dim, and where it is."""
+    source, dim = node.args[:2]
+    parts = [_unreduced(source, [dim], _pieces(node)[i].dim(), part) for i, part in want.items()]
+    if any(part != parts[0] for part in parts):
+        raise CannotShard("values and places of a maximum are sharded over different dims")
+    return {source: parts[0]}
+
+
+def _unreduced(source: Node, reduced: Any, ndim_after: int, want: Shard) -> Shard:
+    """What of the source goes into a part of its reduction over dims; all of them if none is named."""
     ndim = len(shape(source))
-    reduced = sorted(positive(d, ndim) for d in (node.args[1] or range(ndim)))
-    keepdim = len(shape(node)) == ndim
-    kept = [d for d in range(ndim) if keepdim or d not in reduced]
+    gone = {positive(d, ndim) for d in (reduced or range(ndim))}
+    kept = [d for d in range(ndim) if ndim_after == ndim or d not in gone]
     dims = {kept[d]: s for d, s in want.dims.items()}
-    if any(d in reduced for d in dims):
+    if any(d in gone for d in dims):
         raise CannotShard("a reduction over the sharded dim")
-    return {source: Shard(dims)}
+    return Shard(dims)
+
+
+# The complex numbers of rotary embeddings: the last dim of the real tensor holds both parts.
+@rule(aten.view_as_complex.default, aten.view_as_real.default)
+def complex_view(node: Node, want: Shard, ctx: Context) -> Demands:
+    if node.target is aten.view_as_real.default and len(shape(node)) - 1 in want.dims:
+        raise CannotShard("the two parts of a complex number are sharded")
+    return {node.args[0]: want}
 
 
 @rule(aten.embedding.default)

@@ -21,7 +21,7 @@ _READABLE = (2, VERSION)  # 2 has no `sequence`
 class Block:
     """One sharded block. `values` of an op that returns a list are keyed `name.index`."""
 
-    kind: str  # attention | gated mlp | mlp | vocabulary: for people, read off the ops inside
+    kind: str  # attention | gated mlp | mlp | experts | vocabulary | gathered: for people, read off the ops inside
     module: str  # path of the innermost module that holds the whole block
     sink: str | None  # row-parallel layer: its output is partial; none in a vocabulary block
     columns: list[str]  # column-parallel layers

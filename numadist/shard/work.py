@@ -101,7 +101,8 @@ class _Counter:
             share,
             rows,
             2.0 * rows * outputs * layer.size,
-            self._bytes(layer.weight),
+            # A row reads the matrix of its expert alone.
+            self._bytes(layer.weight) * min(1.0, rows / layer.num_experts),
             self._bytes(layer.input) + self._bytes(layer.node),
         )
 

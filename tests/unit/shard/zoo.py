@@ -86,6 +86,10 @@ def language_model(
     )
 
 
+def routers(name: str) -> tuple[str, ...]:
+    return tuple(f"model.layers.{i}.{name}" for i in range(2))
+
+
 def encoder(
     model_class: str, config_class: str, kinds: dict[str, int], left: tuple[str, ...] = (), **o: Any
 ) -> Entry:
@@ -122,6 +126,8 @@ def features() -> tuple[torch.Tensor]:
 
 LAYERS2 = {"attention": 2, "mlp": 2}
 GATED2 = {"attention": 2, "gated mlp": 2}
+EXPERTS = {**GATED, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS2 = {"attention": 2, "experts": 2}
 BERT = {**GATED, "max_position_embeddings": 64}
 # One table: embedding and head tied. Two: the head has weights of its own.
 TIED, UNTIED = {"vocabulary": 1}, {"vocabulary": 2}
@@ -168,13 +174,58 @@ ZOO: dict[str, Entry] = {
         "Phi3ForCausalLM", "Phi3Config", {**GATED2, **UNTIED}, num_key_value_heads=2, pad_token_id=0, **GATED
     ),
     "neox": language_model("GPTNeoXForCausalLM", "GPTNeoXConfig", {**LAYERS2, **UNTIED}, **GATED),
-    "mixtral": language_model(
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        {"attention": 2, **UNTIED},
-        tuple(f"model.layers.{i}.mlp.{part}" for i in range(2) for part in ("gate", "experts")),
+    "gemma2": language_model(  # attention spelled out, its scores capped
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**GATED2, **TIED},
         num_key_value_heads=2,
-        num_local_experts=4,
+        head_dim=16,
+        sliding_window=4,
+        **GATED,
+    ),
+    "mixtral": language_model(
+        "MixtralForCausalLM", "MixtralConfig", {**EXPERTS2, **UNTIED}, routers("mlp.gate"), **EXPERTS
+    ),
+    "gpt-oss": language_model(  # attention sinks; experts with biases, gate and up in turn
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**EXPERTS2, **UNTIED},
+        routers("mlp.router"),
+        head_dim=16,
+        sliding_window=4,
+        pad_token_id=0,
+        **EXPERTS,
+    ),
+    "llama4": language_model(  # complex rotary embeddings; every expert computes every token
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {**EXPERTS2, "gated mlp": 2, **UNTIED},
+        routers("feed_forward.router"),
+        head_dim=16,
+        attention_chunk_size=4,
+        pad_token_id=0,
+        **EXPERTS,
+    ),
+    "deepseek-v3": language_model(  # latent attention; a dense layer first, then experts and a shared one
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {"attention": 2, "experts": 1, "gated mlp": 2, **UNTIED},
+        (
+            "model.layers.1.mlp.gate",
+            *(f"model.layers.{i}.self_attn.{p}" for i in (0, 1) for p in ("q_a_proj", "kv_a_proj_with_mqa")),
+        ),
+        kv_lora_rank=16,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        moe_intermediate_size=32,
         **GATED,
     ),
     "bert": encoder("BertModel", "BertConfig", {**LAYERS2, **TIED}, ("pooler.dense",), **BERT),
