@@ -3,9 +3,10 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-# Tests boot emulated machines with several NUMA nodes, join network namespaces and run on an OpenMP with hot teams;
-# these Debian packages bring what they need.
-TEST_PACKAGES := qemu-system-x86 linux-image-amd64 busybox-static cpio kmod iproute2 libomp5
+# Tests boot emulated machines with several NUMA nodes, join network namespaces, run on an OpenMP with hot teams and
+# run the core on an emulated aarch64; these Debian packages bring what they need.
+TEST_PACKAGES := qemu-system-x86 linux-image-amd64 busybox-static cpio kmod iproute2 libomp5 \
+  qemu-user g++-aarch64-linux-gnu
 
 .PHONY: demo test test-unit test-ranks nightly lint format build wheel venv test-packages clean
 

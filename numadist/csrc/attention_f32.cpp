@@ -35,12 +35,11 @@ constexpr size_t kLanes = 16;
 #endif
 
 // Names as nd_isa_name has them.
-void attend(const char* isa, const Attention& a) {
+void attend([[maybe_unused]] const char* isa, const Attention& a) {
 #if defined(__x86_64__)
   if (isa_includes(isa, "avx512")) return attend_single(a, avx512::attend_range, avx512::merge_ranges);
   if (isa_includes(isa, "avx2")) return attend_single(a, avx2::attend_range, avx2::merge_ranges);
 #endif
-  (void)isa;
   attend_single(a, portable::attend_range, portable::merge_ranges);
 }
 

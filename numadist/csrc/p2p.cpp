@@ -100,8 +100,9 @@ void finish(Mail& mail, NdRequest* r, int code) {
 
 void ring(NdGroup& g, int rank) {
   Bell& bell = g.parts[rank].control.mail;
-  bell.value.fetch_add(1, std::memory_order_release);
-  if (bell.sleepers.load(std::memory_order_relaxed) != 0) wake_sleepers(bell);
+  // seq_cst: see sleep_on. On x86 any fetch_add is; elsewhere the look could come first and miss a sleeper.
+  bell.value.fetch_add(1, std::memory_order_seq_cst);
+  if (bell.sleepers.load(std::memory_order_seq_cst) != 0) wake_sleepers(bell);
 }
 
 // Copy between a buffer and a stream, which wraps around.

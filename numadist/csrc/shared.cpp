@@ -30,7 +30,7 @@ struct Slices {
 using namespace nd;
 
 int nd_region_create(int world, size_t stride, const uint64_t* node_masks, int* out) {
-  if (world < 1 || stride == 0 || stride % kPage != 0) return -EINVAL;
+  if (world < 1 || stride == 0 || stride % static_cast<size_t>(sysconf(_SC_PAGESIZE)) != 0) return -EINVAL;
   const size_t bytes = stride * static_cast<size_t>(world);
   const int fd =
       static_cast<int>(syscall(SYS_memfd_create, "numadist-region", 3u /* CLOEXEC | ALLOW_SEALING */));

@@ -52,7 +52,7 @@ using PanelsKernel = void (*)(const SkinnyCall&, size_t begin, size_t end);
 
 // Names as nd_isa_name has them.
 template <size_t Width>
-PanelsKernel find_kernel(const char* isa) {
+PanelsKernel find_kernel([[maybe_unused]] const char* isa) {
 #if defined(__x86_64__)
   if (strcmp(isa, "amx_bf16") == 0) return amx_bf16::multiply_panels<amx_bf16::AmxTiles, Width>;
   if (strcmp(isa, "avx512_bf16") == 0) return avx512_bf16::multiply_panels<Width>;

@@ -50,12 +50,11 @@ constexpr size_t kLanes = 16, kSums = 24;  // sums in 24 of 32 registers
 using PanelKernel = void (*)(const SkinnyF32&, size_t panel);
 
 // Names as nd_isa_name has them.
-PanelKernel find_kernel(const char* isa) {
+PanelKernel find_kernel([[maybe_unused]] const char* isa) {
 #if defined(__x86_64__)
   if (isa_includes(isa, "avx512")) return avx512::panel_rows;
   if (isa_includes(isa, "avx2")) return avx2::panel_rows;
 #endif
-  (void)isa;
   return portable::panel_rows;
 }
 

@@ -11,7 +11,13 @@
 namespace nd {
 
 constexpr uint64_t kMagic = 0x6e756d6164697374;  // "numadist"
+// What is bound to a node lies in whole pages of the largest size that kernels use: Arm's have 4, 16 or 64
+// KiB.
+#if defined(__aarch64__)
+constexpr size_t kPage = 64 * 1024;
+#else
 constexpr size_t kPage = 4096;
+#endif
 // One flag a line; 128 B because x86 prefetches lines in pairs and some Arm lines are 128 B.
 constexpr size_t kLine = 128;
 constexpr size_t kSlotBytes = 64 * 1024;

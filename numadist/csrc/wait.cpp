@@ -80,7 +80,7 @@ void cpu_relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  __asm__ __volatile__("yield");
+  __asm__ __volatile__("isb");  // `yield` does nothing on cores without hardware threads
 #endif
 }
 
@@ -90,8 +90,9 @@ bool is_gone(NdGroup& g, int peer) {
 }
 
 void sleep_on(Bell& bell, uint64_t seen) {
+  // seq_cst here and in ring: of a sleeper and a ringer one sees the other.
   bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  if (bell.value.load(std::memory_order_acquire) == seen) {
+  if (bell.value.load(std::memory_order_seq_cst) == seen) {
     const timespec limit{0, kSleepNs};
     // The futex is the low half of the value (little endian), which every ring changes.
     syscall(SYS_futex, &bell.value, FUTEX_WAIT, static_cast<uint32_t>(seen), &limit, nullptr, 0);
