@@ -21,6 +21,7 @@ from numadist.shard.blocks import build_schema
 from numadist.shard.capture import as_args, capture
 from numadist.shard.checkpoint import Checkpoint
 from numadist.shard.compiled import compile_frozen
+from numadist.shard.conversions import conversions_of
 from numadist.shard.gguf import GgufCheckpoint
 from numadist.shard.leaders import Member, check_count, lead, members, possible_counts, share_outputs
 from numadist.shard.load import localize_parameters
@@ -195,7 +196,11 @@ def open_checkpoint(path: str | Path | None, model: torch.nn.Module) -> Checkpoi
     """The checkpoint at path, of the format its name says; None without a path."""
     if path is None:
         return None
-    return GgufCheckpoint(path, model) if Path(path).suffix == ".gguf" else Checkpoint(path)
+    return (
+        GgufCheckpoint(path, model)
+        if Path(path).suffix == ".gguf"
+        else Checkpoint(path, conversions_of(model))
+    )
 
 
 def check_alike(schema: Schema, group: dist.ProcessGroup) -> None:

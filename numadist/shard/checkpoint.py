@@ -9,7 +9,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from numadist.errors import ShardError
-from numadist.shard.placement import Cut, Shard
+from numadist.shard.conversions import Conversion, renamed, stacks
+from numadist.shard.placement import Cut, Shard, cut_size
 
 _DTYPES = {
     "F64": torch.float64,
@@ -42,10 +43,22 @@ class _Entry:
         self.path, self.dtype, self.shape, self.offset = path, dtype, shape, offset
 
 
-class Checkpoint:
-    """The tensors of a .safetensors file, or of a folder that holds one or several (a sharded checkpoint)."""
+class _Stack:
+    """A tensor [N, ...] that lies in pieces: of each n some, which follow each other along dim 1."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, pieces: list[list[_Entry]]):
+        self.pieces = pieces
+        first = pieces[0]
+        self.shape = (len(pieces), sum(piece.shape[0] for piece in first), *first[0].shape[1:])
+
+
+class Checkpoint:
+    """The tensors of a .safetensors file, or of a folder that holds one or several (a sharded checkpoint).
+
+    conversions: from the file's names and pieces to the model's (conversions.py).
+    """
+
+    def __init__(self, path: str | Path, conversions: Sequence[Conversion] = ()):
         self.path = Path(path)
         files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
         if not files:
@@ -53,6 +66,9 @@ class Checkpoint:
         self._entries: dict[str, Any] = {}
         for file in files:
             self._entries |= _read_header(file)
+        self._entries = {renamed(name, conversions): entry for name, entry in self._entries.items()}
+        for name, pieces in stacks(self._entries, conversions).items():
+            self._entries[name] = _Stack([[self._entries[piece] for piece in row] for row in pieces])
 
     def names(self) -> list[str]:
         return list(self._entries)
@@ -79,20 +95,20 @@ class Checkpoint:
 
         Peak memory besides `out`: one buffer of whole rows, 4 MiB or one row. Raises: ShardError for a wrong shape.
         """
-        entry: _Entry = self._entries[name]
+        entry = self._entries[name]
         self._check_shape(out, name, entry.shape, shard, rank)
-        rows = shard.dims[0].cuts[rank] if 0 in shard.dims else ((0, entry.shape[0] if entry.shape else 1),)
-        inner = Shard({d: s for d, s in shard.dims.items() if d > 0})
-        row_shape = entry.shape[1:]
-        row_bytes = math.prod(row_shape) * entry.dtype.itemsize
-        rows_per_read = max(1, BUFFER_BYTES // max(1, row_bytes))
-        target = out if entry.shape else out.view(1)
-        done = 0
-        with open(entry.path, "rb", buffering=0) as file:
-            for start, count in pieces(rows, rows_per_read):
-                raw = pread(file.fileno(), entry.offset + start * row_bytes, count * row_bytes, entry.path)
-                block = torch.frombuffer(raw, dtype=entry.dtype).view(count, *row_shape)
-                target[done : done + count].copy_(local_slice(block, inner, rank))
+        cuts = [
+            shard.dims[d].cuts[rank] if d in shard.dims else ((0, size),)
+            for d, size in enumerate(entry.shape)
+        ]
+        if isinstance(entry, _Entry):
+            _read(entry, out, cuts)
+            return
+        for target, n in zip(out, _indices(cuts[0]), strict=True):
+            done = 0
+            for piece, rows in _by_piece(cuts[1], [piece.shape[0] for piece in entry.pieces[n]]):
+                count = cut_size(rows)
+                _read(entry.pieces[n][piece], target[done : done + count], [rows, *cuts[2:]])
                 done += count
 
     def _check_shape(self, out: Tensor, name: str, shape: tuple[int, ...], shard: Shard, rank: int) -> None:
@@ -102,6 +118,38 @@ class Checkpoint:
                 f"{self.path}: {name} has shape {shape}, of which rank {rank} would hold {local}, "
                 f"but the model's parameter is {tuple(out.shape)}; the checkpoint is for another model"
             )
+
+
+def _read(entry: _Entry, out: Tensor, cuts: list[Cut]) -> None:
+    """Fill `out` with a tensor's part, one cut a dim."""
+    row_shape = entry.shape[1:]
+    row_bytes = math.prod(row_shape) * entry.dtype.itemsize
+    rows_per_read = max(1, BUFFER_BYTES // max(1, row_bytes))
+    target = out if entry.shape else out.view(1)
+    done = 0
+    with open(entry.path, "rb", buffering=0) as file:
+        for start, count in pieces(cuts[0] if cuts else ((0, 1),), rows_per_read):
+            raw = pread(file.fileno(), entry.offset + start * row_bytes, count * row_bytes, entry.path)
+            part = torch.frombuffer(raw, dtype=entry.dtype).view(count, *row_shape)
+            for dim, cut in enumerate(cuts[1:], start=1):
+                part = _take(part, dim, cut)
+            target[done : done + count].copy_(part)
+            done += count
+
+
+def _indices(cut: Cut) -> list[int]:
+    return [i for start, stop in cut for i in range(start, stop)]
+
+
+def _by_piece(cut: Cut, sizes: list[int]) -> Iterable[tuple[int, Cut]]:
+    """The cut of pieces that follow each other, as (piece, cut inside it), in the cut's order."""
+    for start, stop in cut:
+        first = 0
+        for piece, size in enumerate(sizes):
+            inside = max(start - first, 0), min(stop - first, size)
+            if inside[0] < inside[1]:
+                yield piece, (inside,)
+            first += size
 
 
 def local_slice(full: Tensor, shard: Shard, rank: int) -> Tensor:

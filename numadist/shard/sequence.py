@@ -67,7 +67,9 @@ def region_of(gm: GraphModule, schema: Schema) -> Region:
     if schema.sequence is None:
         return {}
     wanted = schema.sequence.values
-    points = [p for p in reduce_points(gm, schema) if p.name in wanted and _why_not(p, schema.num_ranks) is None]
+    points = [
+        p for p in reduce_points(gm, schema) if p.name in wanted and _why_not(p, schema.num_ranks) is None
+    ]
     region = _grow(gm, schema, points, wanted)
     for node, shard in region.items():
         if wanted[node.name] != shard:

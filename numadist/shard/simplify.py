@@ -1,9 +1,7 @@
-"""Rewrites that change no result: masks known in advance, GELU spelled out, tensors written in place.
+"""Rewrites that change no result: masks known in advance, GELU spelled out, tensors written in place (in_place.py).
 
 Hugging Face builds dense masks, which cost a third of attention, and writes tanh-GELU as eight ops, which keeps
-Inductor from fusing it into the matrix product before it. A tensor filled by writes into slices of it is a
-concatenation, and `x.add_(y)` on a fresh x an addition; only so does the walk back through the graph see where values
-come from.
+Inductor from fusing it into the matrix product before it.
 """
 
 import math
@@ -14,8 +12,8 @@ from torch.fx import GraphModule, Node
 
 from numadist.shard import graph
 from numadist.shard.graph import aten
+from numadist.shard.in_place import write_out_of_place
 
-_OUT_OF_PLACE = {aten.add_.Tensor: aten.add.Tensor, aten.mul_.Tensor: aten.mul.Tensor}
 _MASK_ARG = 3  # scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)
 
 
@@ -23,8 +21,7 @@ def simplify(gm: GraphModule) -> None:
     """Apply all rewrites in place."""
     _resolve_masks(gm)
     _fold_gelu(gm)
-    _write_concatenations(gm)
-    _write_out_of_place(gm)
+    write_out_of_place(gm)
     gm.graph.eliminate_dead_code()
     gm.recompile()
 
@@ -126,69 +123,6 @@ def _gelu_input(node: Node) -> Node | None:
         if cube is not None and cube.target is aten.pow.Tensor_Scalar and tuple(cube.args) == (x, 3.0):
             return x
     return None
-
-
-def _write_concatenations(gm: GraphModule) -> None:
-    """x = empty; x[..., :a] = u; x[..., a:] = v becomes cat([u, v], -1)."""
-    for node in list(gm.graph.nodes):
-        if node.target not in (aten.new_empty.default, aten.empty.memory_format):
-            continue
-        found = _pieces_written(node)
-        if found is None:
-            continue
-        dim, sources, writes, readers = found
-        with gm.graph.inserting_before(readers[0]):
-            whole = gm.graph.call_function(aten.cat.default, (sources, dim))
-        whole.meta = dict(node.meta)
-        for reader in readers:
-            reader.replace_input_with(node, whole)
-        for write in writes:
-            gm.graph.erase_node(write)
-
-
-def _pieces_written(node: Node) -> tuple[int, list[Node], list[Node], list[Node]] | None:
-    """(dim, what is written, the writes, the readers) if all of an empty tensor is written once, along one dim."""
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    slices = [u for u in node.users if u.target is aten.slice.Tensor]
-    readers = sorted(
-        (u for u in node.users if u not in slices and not graph.is_shape_query(u)), key=order.get
-    )
-    writes = [u for part in slices for u in part.users]
-    if not readers or not slices or any(len(part.users) != 1 for part in slices):
-        return None
-    if any(w.target is not aten.copy_.default or w.users or order[w] > order[readers[0]] for w in writes):
-        return None
-    dims = {part.args[1] for part in slices}
-    size = graph.shape(node)[dims.pop()] if len(dims) == 1 else None
-    if size is None or dims or not graph.is_static(size):
-        return None
-    written = sorted(zip(slices, writes, strict=True), key=lambda pair: pair[0].args[2])
-    at, sources = 0, []
-    for part, write in written:
-        _, dim, start, end, *step = part.args
-        source = write.args[1]
-        like = [graph.value(n) for n in (source, part)]
-        if start != at or any(s != 1 for s in step) or like[0].shape != like[1].shape:
-            return None
-        if like[0].dtype != like[1].dtype:
-            return None
-        sources.append(source)
-        at = min(end, size)
-    return (dim, sources, writes, readers) if at == size else None
-
-
-def _write_out_of_place(gm: GraphModule) -> None:
-    """x.add_(y) becomes x + y where x is fresh memory that nobody else reads."""
-    for node in gm.graph.nodes:
-        if node.target not in _OUT_OF_PLACE:
-            continue
-        x, y = node.args[:2]
-        fresh = isinstance(x.target, torch._ops.OpOverload) and not any(
-            r.alias_info for r in x.target._schema.returns
-        )
-        dtype = torch.result_type(*(graph.value(n) if isinstance(n, Node) else n for n in (x, y)))
-        if fresh and len(x.users) == 1 and dtype == graph.value(x).dtype:
-            node.target = _OUT_OF_PLACE[node.target]
 
 
 def _operands(node: Any, op: Any) -> tuple[Any, Any] | None:

@@ -12,6 +12,7 @@ from zoo import ZOO, main_output, make
 
 from numadist.errors import ShardError
 from numadist.shard.checkpoint import Checkpoint
+from numadist.shard.conversions import conversions_of
 from numadist.shard.fake import empty_parameters, is_fake
 from numadist.shard.load import local_slice
 from numadist.shard.placement import DimShard, Shard
@@ -64,6 +65,41 @@ def test_names_are_found_under_a_prefix_more_or_less(tmp_path):
     assert checkpoint.find(["model.head.w"]) == "head.w"
     with pytest.raises(ShardError, match=r"no tensor named missing\.w"):
         checkpoint.find(["missing.w"])
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
+def test_experts_are_read_from_a_tensor_each(tmp_path, name):
+    model, inputs = make(name), ZOO[name].inputs()
+    model.save_pretrained(tmp_path)
+    assert not any(n.endswith("gate_up_proj") for n in Checkpoint(tmp_path).names()), (
+        "the file has them apart"
+    )
+    with empty_parameters():
+        hollow = ZOO[name].build().eval()
+    checkpoint = Checkpoint(tmp_path, conversions_of(hollow))
+    _, graphs, board = shard_all(hollow, inputs, 2, checkpoint=checkpoint)
+    _, expected, expected_board = shard_all(model, inputs, 2)
+    for rank in range(2):
+        wanted = dict(expected[rank].named_parameters())
+        for key, value in graphs[rank].named_parameters():
+            assert torch.equal(value, wanted[key]), key
+    assert torch.equal(
+        main_output(run_all(graphs, inputs, board)[0]),
+        main_output(run_all(expected, inputs, expected_board)[0]),
+    )
+
+
+def test_an_expert_without_all_its_parts_is_a_missing_tensor(tmp_path):
+    parts = {
+        f"mlp.experts.{i}.{part}.weight": torch.ones(4, 4)
+        for i in range(2)
+        for part in ("gate_proj", "up_proj")
+    }
+    del parts["mlp.experts.1.up_proj.weight"]
+    safetensors_torch.save_file(parts, tmp_path / "m.safetensors")
+    checkpoint = Checkpoint(tmp_path, conversions_of(make("deepseek-v3")))
+    with pytest.raises(ShardError, match=r"no tensor named mlp\.experts\.gate_up_proj"):
+        checkpoint.find(["mlp.experts.gate_up_proj"])
 
 
 @pytest.mark.parametrize(

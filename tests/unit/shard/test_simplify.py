@@ -84,3 +84,73 @@ def test_another_formula_is_left(other):
     gm = capture(other, (x,), {})
     assert aten.gelu.default not in {n.target for n in gm.graph.nodes}
     torch.testing.assert_close(gm(x), other(x))
+
+
+class Filled(nn.Module):
+    """An empty tensor written piece by piece, read between the writes or not."""
+
+    def __init__(self, read_between=False):
+        super().__init__()
+        self.read_between = read_between
+
+    def forward(self, u, v):
+        whole = u.new_empty(3, 12)
+        whole[:, :5] = u
+        early = whole[:, :5].sum() if self.read_between else 0.0
+        whole[:, 5:] = v
+        return whole * 2 + early
+
+
+class FilledOver(nn.Module):
+    """Written over the same columns twice."""
+
+    def forward(self, u, v):
+        whole = u.new_empty(3, 7)
+        whole[:, :5] = u
+        whole[:, :7] = v
+        return whole * 2
+
+
+def ops_of(model, *inputs):
+    """Operators of the captured graph, after its results were found right."""
+    expected = model(*[x.clone() for x in inputs])
+    gm = capture(model, tuple(x.clone() for x in inputs), {})
+    torch.testing.assert_close(gm(*[x.clone() for x in inputs]), expected, rtol=0, atol=0)
+    return [n.target for n in gm.graph.nodes if n.op == "call_function"]
+
+
+def test_a_tensor_filled_piece_by_piece_is_a_concatenation():
+    ops = ops_of(Filled(), torch.randn(3, 5), torch.randn(3, 7))
+    assert aten.cat.default in ops
+    assert aten.copy_.default not in ops
+
+
+@pytest.mark.parametrize("model", [Filled(read_between=True), FilledOver()])
+def test_other_writes_are_left(model):
+    ops = ops_of(model, torch.randn(3, 5), torch.randn(3, 7))
+    assert aten.copy_.default in ops
+
+
+class AddedInPlace(nn.Module):
+    def __init__(self, read_again):
+        super().__init__()
+        self.read_again = read_again
+
+    def forward(self, x, y):
+        product = x @ x
+        first = product[0] if self.read_again else 0.0
+        return product.add_(y) + first
+
+
+@pytest.mark.parametrize("read_again", [False, True])
+def test_an_addition_into_fresh_memory_is_a_sum_unless_it_is_read_again(read_again):
+    ops = ops_of(AddedInPlace(read_again), torch.randn(4, 4), torch.randn(4))
+    assert (aten.add_.Tensor in ops) is read_again
+
+
+def test_an_addition_into_an_input_is_left():
+    class IntoInput(nn.Module):
+        def forward(self, x):
+            return x.add_(1.0)
+
+    assert aten.add_.Tensor in ops_of(IntoInput(), torch.randn(4))
