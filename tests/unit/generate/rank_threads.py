@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from lockstep import Board
 
 from numadist import models
@@ -29,15 +30,41 @@ GEMMA = {
     "sliding_window": 7,
     "vocab_size": 512,
 }
+DEEPSEEK = {
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+}
 
 
 @functools.cache
 def tiny(name: str) -> torch.nn.Module:
-    """gpt2 (heads of their own), llama (3 KV heads for 9), gemma3 (one KV head, windows of 7 tokens).
+    """gpt2 (heads of their own), llama (3 KV heads for 9), gemma3 (one KV head, windows of 7 tokens), deepseek (one
+    latent key for all heads, experts).
 
     llama, whole head: a vocabulary too short to be split. llama, log probabilities: what follows the split head looks
     across the vocabulary.
     """
+    if name == "deepseek":
+        config = transformers.DeepseekV3Config(**DEEPSEEK, **LIVELY)
+        torch.manual_seed(models.SEED)
+        return transformers.AutoModelForCausalLM.from_config(config).eval()
     if name == "gemma3":
         return models.build("gemma3-270m", **GEMMA)
     if name == "llama, whole head":

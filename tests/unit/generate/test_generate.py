@@ -21,7 +21,7 @@ def expected(name, *lengths):
     return [p + hugging_face(name, len(p), NEW) for p in prompts(*lengths)]
 
 
-CASES = [("llama", 1), *((name, n) for name in ("gpt2", "llama", "gemma3") for n in (2, 3))]
+CASES = [("llama", 1), ("deepseek", 2), *((name, n) for name in ("gpt2", "llama", "gemma3") for n in (2, 3))]
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), CASES)
