@@ -35,7 +35,7 @@ from numadist.compare.gguf_file import write_gguf
 from numadist.compare.statistics import Timing, ratio
 from numadist.compare.variants import CannotRun
 from numadist.config import config
-from numadist.kernels import attention, skinny_f32
+from numadist.kernels import attention, skinny
 from numadist.topology.cpuset import format_list, parse_list
 
 FOLDER = Path(__file__).parent
@@ -140,9 +140,9 @@ def make_generator(model: torch.nn.Module, options, quantization: str | None) ->
 
 @contextlib.contextmanager
 def without_f32_kernels():
-    """Generators made here decode float32 by oneDNN and torch's attention, so without recorded steps."""
+    """Generators made here decode by oneDNN, and float32 by torch's attention, so without recorded steps."""
     with (
-        mock.patch.object(skinny_f32, "panel_width", return_value=None),
+        mock.patch.object(skinny, "panel_width", return_value=None),
         mock.patch.object(attention, "takes_one", attention.takes),
     ):
         yield

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from numadist.kernels import skinny, skinny_f32
+from numadist._native import supported_isas
+from numadist.kernels import skinny
 
 SHAPES = {
     "gpt2 qkv": (2304, 768),
@@ -49,25 +50,16 @@ def time_us(call: Callable[[Tensor], Tensor], blobs: list[Tensor]) -> float:
     return (time.perf_counter() - begin) / len(blobs) * 1e6
 
 
-def our_linear(blob: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """(x, blob) -> y for blobs of this kind."""
-    num_out = blob.shape[0]
-    if (width := skinny.panel_width(blob)) is not None:
-        return lambda x, blob: torch.ops.numadist.skinny_linear.default(x, blob, None, num_out, width)
-    if (width := skinny_f32.panel_width(blob)) is not None:
-        return lambda x, blob: torch.ops.numadist.skinny_linear_f32.default(x, blob, None, num_out, width)
-    raise SystemExit(
-        f"{list(blob.shape)}: this machine's oneDNN packs in a layout that we have no kernel for"
-    )
-
-
-def compare(num_in: int, blobs: list[Tensor], rows: int, rounds: int) -> dict[str, float]:
+def compare(blobs: list[Tensor], isa: int, rows: int, rounds: int) -> dict[str, float]:
+    num_out, num_in = blobs[0].shape
+    width = skinny.panel_width(blobs[0])
+    if width is None:
+        raise SystemExit(f"{num_out} x {num_in}: packed in a layout that this CPU has no fast kernel for")
     x_MK = torch.randn(rows, num_in, dtype=blobs[0].dtype)
-    ours = our_linear(blobs[0])
     onednn = torch.ops.mkldnn._linear_pointwise.default
     calls: dict[str, Callable[[Tensor], Tensor]] = {
         "onednn_us": lambda blob: onednn(x_MK, blob, None, "none", [], ""),
-        "ours_us": lambda blob: ours(x_MK, blob),
+        "ours_us": lambda blob: skinny.skinny_linear(x_MK, blob, None, num_out, width, isa),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
@@ -83,27 +75,34 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    isas = supported_isas()
+    parser.add_argument("--isa", default=isas[0], choices=isas, help="ONEDNN_MAX_CPU_ISA sets oneDNN's")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="also write JSON")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    print(
-        f"{options.dtype}, threads {options.threads}, microseconds of oneDNN / ours (ratio above 1: ours is faster)"
-    )
+    print(f"{options.dtype}, {options.isa}, threads {options.threads}", end=": ")
+    print("microseconds of oneDNN / ours (ratio above 1: ours is faster)")
     print(f"{'layer':<15}{'N x K':<13}" + "".join(f"{f'M={rows}':>22}" for rows in ROWS))
     results = []
     for name, (num_out, num_in) in SHAPES.items():
         blobs = weights(num_out, num_in, getattr(torch, options.dtype))
-        found = {rows: compare(num_in, blobs, rows, options.rounds) for rows in ROWS}
+        isa = isas.index(options.isa)
+        found = {rows: compare(blobs, isa, rows, options.rounds) for rows in ROWS}
         cells = (f"{r['onednn_us']:.0f} / {r['ours_us']:.0f} ({r['ratio']:.2f})" for r in found.values())
         print(
             f"{name:<15}{f'{num_out} x {num_in}':<13}" + "".join(f"{cell:>22}" for cell in cells), flush=True
         )
         results += [{"layer": name, "n": num_out, "k": num_in, "m": m, **r} for m, r in found.items()]
     if options.out:
-        setting = {"dtype": options.dtype, "threads": options.threads, "torch": torch.__version__}
+        setting = {
+            "dtype": options.dtype,
+            "isa": options.isa,
+            "threads": options.threads,
+            "torch": torch.__version__,
+        }
         options.out.write_text(json.dumps({**setting, "results": results}, indent=1) + "\n")
 
 

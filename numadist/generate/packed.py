@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from numadist.kernels import int8, skinny, skinny_f32
+from numadist.kernels import int8, skinny
 from numadist.shard.apply import drop_unused_parameters
 from numadist.shard.graph import aten, linear_operands
 from numadist.shard.linears import write_linears
@@ -119,11 +119,6 @@ def use_skinny_linears(gm: GraphModule) -> None:
         if (width := skinny.panel_width(packed)) is not None:
             node.target, node.args = (
                 torch.ops.numadist.skinny_linear.default,
-                (rows, blob, bias, packed.shape[0], width),
-            )
-        elif (width := skinny_f32.panel_width(packed)) is not None:
-            node.target, node.args = (
-                torch.ops.numadist.skinny_linear_f32.default,
                 (rows, blob, bias, packed.shape[0], width),
             )
     gm.recompile()

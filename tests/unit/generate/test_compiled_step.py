@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from numadist.generate.attention import one_token_attention
 from numadist.generate.packed import can_pack
 from numadist.generate.replay import ReplayedStep
-from numadist.kernels import skinny_f32
+from numadist.kernels import skinny
 
 NEW = 24
 
@@ -35,7 +35,7 @@ def test_compiled_tokens_equal_hugging_face_and_new_sizes_compile_nothing(name, 
     step = generator.runner._forward._ready[len(first) == 1, True]
     # The small Llama has heads of 8 and layers of 72 inputs, which stay with torch.
     packed = generator.runner._forward.decode._orig_mod.packed_0
-    recorded = name == "gpt2" and skinny_f32.panel_width(packed) is not None
+    recorded = name == "gpt2" and skinny.panel_width(packed) is not None
     assert isinstance(step, ReplayedStep) == recorded
     assert not recorded or step.num_replayed == NEW - 1 - 2, "the first step compiles, the next is recorded"
     for lengths in others:
