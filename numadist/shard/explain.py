@@ -1,6 +1,7 @@
 """`numadist.explain`: every decision of the compiler, on the graph's own lines."""
 
 import math
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -184,7 +185,7 @@ def _block_lines(block: Block, nodes: dict[str, Node], points: list[Node], regio
     inside = {name.partition(".")[0] for name in block.values} | {block.sink, *block.slices}
     inside |= {*block.lookups, *block.heads}
     for node in nodes.values():
-        if node.name in inside:
+        if node.name in inside and (node.target is not operator.getitem or node.name in block.slices):
             lines.append(f"    {_code(node)}  # {_placement_text(node, block)}")
     for point in _reductions(block, nodes, points):
         collective = "reduce_scatter" if point in region else "all_reduce"
@@ -224,6 +225,15 @@ def _shard_text(shard: Shard) -> str:
 
 
 def _code(node: Node) -> str:
-    args = ", ".join(str(a) for a in node.args)
+    args = ", ".join(map(_argument, node.args))
     op = getattr(node.target, "__name__", None) or str(node.target)
     return f"{node.name} = {op}({args})"
+
+
+def _argument(value: Any) -> str:
+    """An output of several is named where it is used, and has no line of its own."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_argument, value))}]"
+    if isinstance(value, Node) and value.target is operator.getitem:
+        return f"{value.args[0]}[{value.args[1]}]"
+    return str(value)
