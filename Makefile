@@ -25,8 +25,8 @@ test-unit: venv test-packages
 test-ranks: venv test-packages
 	$(BIN)/python -m pytest tests/native tests/mp tests/conformance
 
-# What takes hours: ten million collectives.
-nightly: venv
+# What takes minutes to hours: ten million collectives, forty architectures, quality of int8 weights.
+nightly: venv test-packages
 	$(BIN)/python -m pytest -m nightly
 
 lint: venv

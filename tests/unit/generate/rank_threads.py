@@ -85,8 +85,10 @@ def captured(name: str) -> StepGraph:
     return capture_step(tiny(name))
 
 
-def generators(name: str, num_ranks: int, **options: Any) -> list[Generator]:
-    """One Generator a rank, of the tiny model `name`."""
+def teams_of(num_ranks: int) -> list[Team]:
+    """Teams of ranks that are threads."""
+    if num_ranks == 1:
+        return [alone()]
     board = Board(num_ranks)
 
     def team(rank: int) -> Team:
@@ -99,9 +101,16 @@ def generators(name: str, num_ranks: int, **options: Any) -> list[Generator]:
             lambda schema: None,
         )
 
-    teams = [team(rank) for rank in range(num_ranks)] if num_ranks > 1 else [alone()]
+    return [team(rank) for rank in range(num_ranks)]
+
+
+def generators(name: str, num_ranks: int, **options: Any) -> list[Generator]:
+    """One Generator a rank, of the tiny model `name`."""
     options = {"max_batch_size": 5, "max_length": 64, **options}
-    return [Generator(tiny(name), team=team, step=copy.deepcopy(captured(name)), **options) for team in teams]
+    return [
+        Generator(tiny(name), team=team, step=copy.deepcopy(captured(name)), **options)
+        for team in teams_of(num_ranks)
+    ]
 
 
 def on_all(ranks: list[Generator], work: Callable[[Generator], Any]) -> list[Any]:
