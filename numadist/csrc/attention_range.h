@@ -1,8 +1,8 @@
 // Single queries of any dtype by ranges of keys. Included inside the namespace of an ISA and a dtype, which
 // has
-//   using Element                                                               what q, k, v and out are made
-//   of void add_block(Partial&, const Attention&, int batch, int head, int begin, int keys)  a query and a
-//   block void store_row(Element* out, const float* y, int dim)
+//   using Element: what q, k, v and out are made of
+//   void add_block(Partial&, const Attention&, int batch, int head, int begin, int keys): a query, a block
+//   void store_row(Element* out, const float* y, int dim)
 
 // All query heads of a KV head over keys [begin, end): a block of keys stays in the cache for all of them.
 inline void attend_range(const Attention& a, int batch, int kv_head, int range, int ranges, int begin,
