@@ -3,6 +3,7 @@
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,8 +44,15 @@ def run(script: Path, *options: str, args: tuple[str, ...] = (), **kwargs) -> su
 
 def start(script: Path, *options: str, **kwargs) -> subprocess.Popen:
     """numarun in the background, stdout and stderr as text pipes unless given."""
-    kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **kwargs}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    kwargs = {**pipes, "preexec_fn": _hear_stop_signals, **kwargs}
     return subprocess.Popen([*NUMARUN, *options, str(script)], **kwargs)
+
+
+def _hear_stop_signals() -> None:
+    """As from a terminal: numarun leaves ignored what it finds ignored, as in tests run behind nohup or `&`."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def ready_ranks(process: subprocess.Popen, count: int) -> dict[int, int]:
