@@ -17,13 +17,14 @@ demo: venv
 test:
 	$(MAKE) --no-print-directory --keep-going --jobs 1 test-unit test-ranks
 
-# One process a test: two at a time, with one thread each, the emulated machines first, as they take longest.
+# Tests of one process each: two at a time, with one thread, the emulated machines first, as they take longest.
+AARCH64 := tests/native/test_aarch64.py
 test-unit: venv test-packages
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/guest tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/guest $(AARCH64) tests/unit
 
 # Ranks use all cores, and their tests time out where others do too.
 test-ranks: venv test-packages
-	$(BIN)/python -m pytest tests/native tests/mp tests/conformance
+	$(BIN)/python -m pytest --ignore $(AARCH64) tests/native tests/mp tests/conformance
 
 # What takes minutes to hours: ten million collectives, forty architectures, quality of int8 weights.
 nightly: venv test-packages

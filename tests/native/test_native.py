@@ -12,8 +12,7 @@ CSRC = HERE.parents[1] / "numadist" / "csrc"
 
 SANITIZERS = {
     "plain": ["-O2"],
-    "asan": ["-O1", "-fsanitize=address"],
-    "ubsan": ["-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all"],
+    "asan-ubsan": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-O1", "-fsanitize=thread"],
 }
 

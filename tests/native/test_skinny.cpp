@@ -11,29 +11,12 @@
 #include "harness.h"
 #include "skinny_call.h"
 #include "team.h"
+#include "team_of_threads.h"
 
 namespace {
 
 using nd::bf16_of_float, nd::float_of_bf16, nd::SkinnyCall;
 #include "skinny_amx.h"
-
-constexpr int kThreads = 3;
-thread_local int index_of_thread = 0;
-
-// A team as OpenMP gives one: threads of the caller's, joined at the end.
-void parallel(void (*body)(void*), void* data, unsigned, unsigned) {
-  std::vector<std::thread> threads;
-  for (int i = 1; i < kThreads; ++i)
-    threads.emplace_back([=] {
-      index_of_thread = i;
-      body(data);
-    });
-  body(data);
-  for (auto& thread : threads) thread.join();
-}
-
-int thread_index() { return index_of_thread; }
-int num_threads() { return kThreads; }
 
 using Linear = std::function<void(const SkinnyCall& call, size_t width)>;
 
@@ -132,7 +115,7 @@ void check_tiles(const char* name, std::mt19937& random) {
 }  // namespace
 
 int main() {
-  const NdTeam nothing = {nullptr, nullptr, nullptr}, team = {parallel, thread_index, num_threads};
+  const NdTeam nothing = {nullptr, nullptr, nullptr}, team = team_of_threads();
   CHECK_EQ(nd_team_use(&nothing), -EINVAL, "a team without entries");
   int threads = 0, fresh = 0;
   CHECK_EQ(nd_team_form(&threads, &fresh), 0, "alone");

@@ -2,26 +2,9 @@
 #include <errno.h>
 
 #include "harness.h"
+#include "team_of_threads.h"
 
 namespace {
-
-constexpr int kThreads = 3;
-thread_local int index_of_thread = 0;
-
-// A team as OpenMP gives one: threads of the caller's, joined at the end.
-void parallel(void (*body)(void*), void* data, unsigned, unsigned) {
-  std::vector<std::thread> threads;
-  for (int i = 1; i < kThreads; ++i)
-    threads.emplace_back([=] {
-      index_of_thread = i;
-      body(data);
-    });
-  body(data);
-  for (auto& thread : threads) thread.join();
-}
-
-int thread_index() { return index_of_thread; }
-int num_threads() { return kThreads; }
 
 // Small integers: all sums are exact, whatever their order.
 std::vector<float> draw(size_t count, std::mt19937& random) {
@@ -51,7 +34,7 @@ void check(int isa, size_t width, size_t rows, size_t n, size_t k, bool has_bias
 }  // namespace
 
 int main() {
-  const NdTeam team = {parallel, thread_index, num_threads};
+  const NdTeam team = team_of_threads();
   CHECK_EQ(nd_team_use(&team), 0, "a team of %d", kThreads);
   std::mt19937 random(7);
   for (int isa = 0; nd_isa_name(isa) != nullptr; ++isa) {
