@@ -73,6 +73,8 @@ def _fill(empty: Node, pieces: list[Node], writes: list[Node]) -> bool:
     """The pieces follow each other along one dim, and every one is written whole."""
     dim, at = pieces[0].args[1], 0
     size = graph.shape(empty)[dim]
+    if not graph.is_static(size):
+        return False
     for piece, write in zip(pieces, writes, strict=True):
         _, piece_dim, start, end = piece.args
         source, target = (graph.value(n) for n in (write.args[1], piece))
