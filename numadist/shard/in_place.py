@@ -25,11 +25,12 @@ def write_out_of_place(gm: GraphModule) -> None:
 def _writes_fresh_memory(node: Node) -> bool:
     x, y = node.args[:2]
     assert isinstance(x, Node)
-    is_view = not isinstance(x.target, torch._ops.OpOverload) or any(
-        r.alias_info for r in x.target._schema.returns
-    )
+    # Not all that return their input say so in their schema: dropout in eval does not.
+    is_pointwise = isinstance(x.target, torch._ops.OpOverload) and torch.Tag.pointwise in x.target.tags
+    is_new = is_pointwise and not any(r.alias_info for r in x.target._schema.returns)
+    is_fresh = is_new or graph.linear_operands(x) is not None
     dtype = torch.result_type(*(graph.value(n) if isinstance(n, Node) else n for n in (x, y)))
-    return not is_view and len(x.users) == 1 and dtype == graph.value(x).dtype
+    return is_fresh and len(x.users) == 1 and dtype == graph.value(x).dtype
 
 
 def _write_concatenation(gm: GraphModule, empty: Node) -> None:

@@ -154,3 +154,12 @@ def test_an_addition_into_an_input_is_left():
             return x.add_(1.0)
 
     assert aten.add_.Tensor in ops_of(IntoInput(), torch.randn(4))
+
+
+def test_an_addition_into_what_may_be_another_tensor_is_left():
+    class IntoDropout(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            return nn.functional.dropout(y, training=False).add_(1.0) + y
+
+    assert aten.add_.Tensor in ops_of(IntoDropout(), torch.randn(4))
