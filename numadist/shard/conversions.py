@@ -69,17 +69,17 @@ def renamed(name: str, conversions: Iterable[Conversion]) -> str:
 def stacks(names: Iterable[str], conversions: Iterable[Conversion]) -> Mapping[str, list[list[str]]]:
     """{stacked name: names[number][source]}, where every number has all its sources."""
     names = list(names)
-    found: dict[str, dict[int, dict[int, str]]] = {}
+    whole: dict[str, list[list[str]]] = {}
     for entry in conversions:
         if not isinstance(entry, Stacking):
             continue
+        found: dict[str, dict[tuple[int, int], str]] = {}
         for name in names:
             for i, source in enumerate(entry.sources):
                 if match := source.search(name):
-                    target = name[: match.start()] + entry.target
-                    found.setdefault(target, {}).setdefault(int(match[1]), {})[i] = name
-    return {
-        target: [[numbers[n][i] for i in sorted(numbers[n])] for n in range(len(numbers))]
-        for target, numbers in found.items()
-        if set(numbers) == set(range(len(numbers))) and len({tuple(sorted(n)) for n in numbers.values()}) == 1
-    }
+                    found.setdefault(name[: match.start()] + entry.target, {})[int(match[1]), i] = name
+        for target, parts in found.items():
+            count = 1 + max(number for number, _ in parts)
+            if len(parts) == count * len(entry.sources):
+                whole[target] = [[parts[n, i] for i in range(len(entry.sources))] for n in range(count)]
+    return whole
