@@ -7,17 +7,17 @@ Same: tokens whose most likely successor is that of bf16 weights.
 """
 
 import argparse
-import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from numadist import models
-from numadist.generate.packed import pack_linears, use_int8_linears
-from numadist.generate.step import StepGraph, capture_step
+from numadist.generation.step import CapturedStep, capture_step
+from numadist.graph.passes import run_passes
+from numadist.pipeline import passes
+from numadist.pipeline.stages import copy_of
 
 DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -33,9 +33,10 @@ def measure(num_rows: int, num_tokens: int) -> Quality:
     """Of num_rows pieces of text, num_tokens predictions each."""
     text_BT = passages(num_rows, num_tokens + 1)
     step = capture_step(models.build("smollm2", torch.bfloat16))
-    pack_linears(step.gm)
-    quantized = StepGraph(GraphModule(step.gm, copy.deepcopy(step.gm.graph)), step.layers)
-    if not use_int8_linears(quantized.gm):
+    run_passes(step.gm, passes.PACKED)
+    quantized = replace(step, captured=copy_of(step.captured))
+    run_passes(quantized.gm, passes.DECODE_INT8)
+    if not any(n.target is torch.ops.numadist.int8_linear.default for n in quantized.gm.graph.nodes):
         raise SystemExit("this CPU does not decode on int8 weights: it needs AVX512-BF16 and AVX512-VBMI")
     target_BT = text_BT[:, 1:]
     bf16_BTV, int8_BTV = (predictions(s, text_BT[:, :-1]) for s in (step, quantized))
@@ -55,7 +56,7 @@ def passages(num_rows: int, num_tokens: int) -> Tensor:
 
 
 @torch.no_grad()
-def predictions(step: StepGraph, text_BT: Tensor) -> Tensor:
+def predictions(step: CapturedStep, text_BT: Tensor) -> Tensor:
     """Logits after every token, [B, T, V], decoded one token at a time."""
     num_rows, num_tokens = text_BT.shape
 

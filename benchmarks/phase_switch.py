@@ -12,22 +12,22 @@ import time
 
 import torch
 
-from numadist.plan.phase import phase, phase_stats, switch, use_plan
-from numadist.plan.plan import Plan, PlanPair, RankPlan
+from numadist.phases.phase import phase, phase_stats, switch_phase, use_plan
+from numadist.phases.plan import PhasePlan, PlanPair, RankPlan
 
 SWITCHES = 1000
 
 
 def measure(small: int, large: int) -> str:
     cpus = tuple(range(large))
-    use_plan(PlanPair(Plan((RankPlan(cpus, large),)), Plan((RankPlan(cpus, small),))))
+    use_plan(PlanPair(PhasePlan((RankPlan(cpus, large),)), PhasePlan((RankPlan(cpus, small),))))
     took: dict[str, list[float]] = {"decode": [], "prefill": []}
     with phase("prefill"):
         created, ids = phase_stats().threads_created, set(os.listdir("/proc/self/task"))
         for _ in range(SWITCHES // 2):
             for name, times in took.items():
                 begin = time.perf_counter()
-                switch(name)
+                switch_phase(name)
                 times.append((time.perf_counter() - begin) * 1e6)
         created = phase_stats().threads_created - created
         changed = len(ids ^ set(os.listdir("/proc/self/task")))

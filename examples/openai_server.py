@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import numadist
 from numadist import models
-from numadist.generate.engine import Engine, Policy, Request
-from numadist.generate.sampling import Sampling
+from numadist.generation.engine import Engine, Policy, Request
+from numadist.generation.sampling import Sampling
 
 IDLE_S = 1.0  # the other ranks hear from rank 0 at least so often
 

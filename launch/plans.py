@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from numadist.errors import PlanError
 from numadist.launch.options import Options
-from numadist.plan.plan import PlanPair, load_plan
+from numadist.phases.plan import PlanPair, load_plan
 from numadist.topology.machine import Machine
 from numadist.topology.tree import build_tree, tree_key
 

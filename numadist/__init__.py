@@ -1,55 +1,150 @@
 """numadist: run PyTorch on multi-socket CPU servers, one rank per NUMA node.
 
-Public names are loaded on first use: `import numadist` imports neither torch nor numpy, so the launcher
-and the command line start in milliseconds.
+Everything public is a name here. Names are loaded on first use: `import numadist` imports neither torch nor numpy, so
+the launcher and the command line start in milliseconds. Type checkers and editors read the imports below.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from numadist.errors import (
+    BindError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CommError,
+    ConfigError,
+    GenerateError,
+    NativeError,
+    NumadistError,
+    PeerLost,
+    PlacementError,
+    PlanError,
+    ShardError,
+    TopologyError,
+)
+
+if TYPE_CHECKING:
+    from numadist import models
+    from numadist.comm.registry import CommStats
+    from numadist.comm.registry import stats as comm_stats
+    from numadist.compare.unsharded import UnshardedProcess
+    from numadist.compare.worker import Answer
+    from numadist.costmodel.profile import MachineProfile
+    from numadist.generation.engine import Engine, Policy, Request
+    from numadist.generation.generator import Generator, generate
+    from numadist.generation.sampling import Sampling
+    from numadist.memory.pages import num_pages, page_nodes
+    from numadist.memory.tensors import clone, patch_clone
+    from numadist.phases.phase import (
+        Phase,
+        PhaseStats,
+        current_phase,
+        phase,
+        phase_stats,
+        switch_phase,
+        use_plan,
+    )
+    from numadist.phases.plan import PhasePlan, PlanPair, RankPlan
+    from numadist.pipeline.explain import explain
+    from numadist.pipeline.plan import plan
+    from numadist.pipeline.shard import ShardedModel, shard
+    from numadist.sharding.schema import Schema
+    from numadist.weights.fake import empty_parameters
 
 __version__ = "0.1.0"
 
-# Public name -> module that defines it.
-_PUBLIC = {
-    "NumadistError": "numadist.errors",
-    "ConfigError": "numadist.errors",
-    "TopologyError": "numadist.errors",
-    "BindError": "numadist.errors",
-    "PlacementError": "numadist.errors",
-    "ShardError": "numadist.errors",
-    "GenerateError": "numadist.errors",
-    "PlanError": "numadist.errors",
-    "CommError": "numadist.errors",
-    "CollectiveTimeout": "numadist.errors",
-    "CollectiveMismatch": "numadist.errors",
-    "PeerLost": "numadist.errors",
-    "NativeError": "numadist.errors",
-    "clone": "numadist.memory.tensors",
-    "patch_clone": "numadist.memory.tensors",
-    "empty_shared": "numadist.comm.shared",
-    "page_nodes": "numadist.memory.pages",
-    "empty_parameters": "numadist.shard.fake",
-    "explain": "numadist.shard.explain",
-    "Schema": "numadist.shard.schema",
-    "PlanPair": "numadist.plan.plan",
-    "phase": "numadist.plan.phase",
-    "current_phase": "numadist.plan.phase",
-    "phase_stats": "numadist.plan.phase",
-    "Generator": "numadist.generate.api",
+# Public name -> where it is defined, `module:name`; the same as the imports above, which a test compares.
+_LAZY = {
+    "models": "numadist.models",
+    "CommStats": "numadist.comm.registry:CommStats",
+    "comm_stats": "numadist.comm.registry:stats",
+    "UnshardedProcess": "numadist.compare.unsharded:UnshardedProcess",
+    "Answer": "numadist.compare.worker:Answer",
+    "MachineProfile": "numadist.costmodel.profile:MachineProfile",
+    "Engine": "numadist.generation.engine:Engine",
+    "Policy": "numadist.generation.engine:Policy",
+    "Request": "numadist.generation.engine:Request",
+    "Generator": "numadist.generation.generator:Generator",
+    "generate": "numadist.generation.generator:generate",
+    "Sampling": "numadist.generation.sampling:Sampling",
+    "num_pages": "numadist.memory.pages:num_pages",
+    "page_nodes": "numadist.memory.pages:page_nodes",
+    "clone": "numadist.memory.tensors:clone",
+    "patch_clone": "numadist.memory.tensors:patch_clone",
+    "Phase": "numadist.phases.phase:Phase",
+    "PhaseStats": "numadist.phases.phase:PhaseStats",
+    "current_phase": "numadist.phases.phase:current_phase",
+    "phase": "numadist.phases.phase:phase",
+    "phase_stats": "numadist.phases.phase:phase_stats",
+    "switch_phase": "numadist.phases.phase:switch_phase",
+    "use_plan": "numadist.phases.phase:use_plan",
+    "PhasePlan": "numadist.phases.plan:PhasePlan",
+    "PlanPair": "numadist.phases.plan:PlanPair",
+    "RankPlan": "numadist.phases.plan:RankPlan",
+    "explain": "numadist.pipeline.explain:explain",
+    "plan": "numadist.pipeline.plan:plan",
+    "ShardedModel": "numadist.pipeline.shard:ShardedModel",
+    "shard": "numadist.pipeline.shard:shard",
+    "Schema": "numadist.sharding.schema:Schema",
+    "empty_parameters": "numadist.weights.fake:empty_parameters",
 }
 
-# Packages that are callable.
-_CALLABLE = ("generate", "shard")
-
-__all__ = ["__version__", *sorted([*_PUBLIC, *_CALLABLE])]
+__all__ = [
+    "Answer",
+    "BindError",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "CommError",
+    "CommStats",
+    "ConfigError",
+    "Engine",
+    "GenerateError",
+    "Generator",
+    "MachineProfile",
+    "NativeError",
+    "NumadistError",
+    "PeerLost",
+    "Phase",
+    "PhasePlan",
+    "PhaseStats",
+    "PlacementError",
+    "PlanError",
+    "PlanPair",
+    "Policy",
+    "RankPlan",
+    "Request",
+    "Sampling",
+    "Schema",
+    "ShardError",
+    "ShardedModel",
+    "TopologyError",
+    "UnshardedProcess",
+    "__version__",
+    "clone",
+    "comm_stats",
+    "current_phase",
+    "empty_parameters",
+    "explain",
+    "generate",
+    "models",
+    "num_pages",
+    "page_nodes",
+    "patch_clone",
+    "phase",
+    "phase_stats",
+    "plan",
+    "shard",
+    "switch_phase",
+    "use_plan",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _CALLABLE:
-        return importlib.import_module(f"numadist.{name}")
-    if name not in _PUBLIC:
+    if name not in _LAZY:
         raise AttributeError(f"module 'numadist' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    module, _, attribute = _LAZY[name].partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
 
 
 def __dir__() -> list[str]:

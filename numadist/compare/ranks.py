@@ -1,27 +1,26 @@
 """One rank of the variants that shard the model. Rank 0 talks to the harness and tells the others what to run."""
 
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from numadist.compare.model_under_test import ModelUnderTest
 from numadist.compare.variants import Variant
-from numadist.compare.worker import Job, OneShape, connect, serve, timed
-from numadist.memory.local import local_empty
-from numadist.shard.api import ShardedModel, shard
-from numadist.shard.apply import apply
-from numadist.shard.blocks import build_schema
-from numadist.shard.capture import capture
-from numadist.shard.load import localize_parameters
-from numadist.shard.reduce import Emitter
+from numadist.compare.worker_loop import OneShape, connect, serve, timed
+from numadist.pipeline.plan import plan
+from numadist.pipeline.shard import ShardedModel, shard
+from numadist.pipeline.stages import Site, capture, localize
+from numadist.sharding.build_schema import build_schema
+from numadist.sharding.collectives import Emitter
 
 
-def serve_rank(address: str, variant: Variant, job: Job) -> None:
+def serve_rank(address: str, variant: Variant, subject: ModelUnderTest) -> None:
     """Run until the harness hangs up."""
     dist.init_process_group(variant.backend)
-    rank = Rank(variant, job)
+    rank = Rank(variant, subject)
     with ExitStack() as stack:
         if dist.get_rank() == 0:
             pipe = stack.enter_context(connect(address))
@@ -35,9 +34,9 @@ def serve_rank(address: str, variant: Variant, job: Job) -> None:
 class Rank:
     """The model of one rank, sharded anew for every shape: graphs are made for one shape each."""
 
-    def __init__(self, variant: Variant, job: Job):
+    def __init__(self, variant: Variant, subject: ModelUnderTest):
         self.variant = variant
-        self.shapes = OneShape(job, self.shard, keeps_model=False)
+        self.shapes = OneShape(subject, self.shard, keeps_model=False)
 
     def lead(self, *request: Any) -> Any:
         """Rank 0: have all ranks run one request, as Worker.forward takes it."""
@@ -78,22 +77,22 @@ class Rank:
     def shard(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.nn.Module:
         if not self.variant.reduce:
             return shard_without_sums(model, inputs)
-        choice = "auto" if self.variant.auto else None
-        sequence = self.variant.sequence
-        return shard(model, inputs, compile=True, ranks=choice, blocks=choice, sequence_parallel=sequence)
+        schema = None
+        if self.variant.auto or self.variant.sequence:
+            auto: Literal["auto"] | None = "auto" if self.variant.auto else None
+            schema = plan(model, inputs, ranks=auto, blocks=auto, sequence_parallel=self.variant.sequence)
+        return shard(model, inputs, schema=schema, compile=True)
 
 
 def shard_without_sums(model: torch.nn.Module, inputs: dict[str, Any]) -> ShardedModel:
     """The rank's graph with every collective left out: wrong results in the time communication cannot beat."""
-    gm = capture(model, (), inputs)
-    schema, num_ranks = build_schema(gm, dist.get_world_size()), dist.get_world_size()
+    captured, num_ranks = capture(model, inputs), dist.get_world_size()
     cat = torch.ops.aten.cat.default
     nothing = Emitter(
         all_reduce=lambda g, x: x,
         all_gather=lambda g, x: g.call_function(cat, ([x] * num_ranks,)),
     )
-    apply(gm, schema, dist.get_rank(), nothing)
-    localize_parameters(gm, schema, dist.get_rank(), local_empty)
-    sharded = ShardedModel(gm, schema, dist.get_rank(), {})
-    sharded.compile_local(one_shape=True)
+    schema = build_schema(captured, num_ranks)
+    sharded = ShardedModel(localize(captured, schema, Site(dist.get_rank(), nothing)))
+    sharded.compile_local()
     return sharded

@@ -7,9 +7,9 @@ says so orders candidates as well as a finer one and has fewer constants.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from numadist.costmodel.op_work import OpWork, Reduction, Work
 from numadist.costmodel.profile import MachineProfile, Table, attention_kind, interpolate
 from numadist.costmodel.software import Software
-from numadist.costmodel.work import OpWork, Reduction, Work
 from numadist.errors import ConfigError
 
 POLICIES = ("default", "interleave", "localalloc", "one-node")

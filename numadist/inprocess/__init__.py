@@ -5,11 +5,6 @@ added directly, as all of them are in one address space. Python's lock is shared
 other: that is what this variant is here to show.
 """
 
-from typing import Any
+from numadist.inprocess.model import InProcessModel, shard
 
-
-def shard(*args: Any, **kwargs: Any) -> Any:
-    """Split a model over the NUMA nodes of this machine, inside this process; see `numadist.inprocess.model`."""
-    from numadist.inprocess import model
-
-    return model.shard(*args, **kwargs)
+__all__ = ["InProcessModel", "shard"]

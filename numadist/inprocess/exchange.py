@@ -13,7 +13,7 @@ from torch import Tensor
 from numadist import _native
 from numadist._native import Dtype, Op
 from numadist.errors import ShardError
-from numadist.shard.reduce import Emitter
+from numadist.sharding.collectives import Emitter
 
 _DTYPES = {
     torch.float32: Dtype.F32,

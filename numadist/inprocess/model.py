@@ -1,23 +1,17 @@
 """A model split over the nodes of one process."""
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
 
 from numadist.inprocess.exchange import Exchange
-from numadist.inprocess.team import Place, Team, places_of
+from numadist.inprocess.thread_groups import Place, ThreadGroups, places_of
 from numadist.log import get_logger
 from numadist.memory.tensors import empty
-from numadist.shard.api import warn_left_alone
-from numadist.shard.apply import apply
-from numadist.shard.blocks import build_schema
-from numadist.shard.capture import as_args, capture
-from numadist.shard.compiled import compile_frozen
-from numadist.shard.load import localize_parameters
-from numadist.shard.schema import Schema
+from numadist.pipeline.stages import LocalModel, Site, capture, copy_of, localize
+from numadist.sharding.build_schema import build_schema
+from numadist.sharding.reasons import warn_left_alone
 from numadist.topology.sysfs import read_machine
 
 log = get_logger(__name__)
@@ -26,32 +20,24 @@ log = get_logger(__name__)
 class InProcessModel(torch.nn.Module):
     """Called as the original is. `local[i]` is the graph of thread group i, its weights on that group's node."""
 
-    def __init__(
-        self,
-        graphs: list[GraphModule],
-        schema: Schema,
-        team: Team,
-        exchange: Exchange,
-        constants: Mapping[str, Any],
-    ):
+    def __init__(self, parts: list[LocalModel], groups: ThreadGroups, exchange: Exchange):
         super().__init__()
-        self.local = torch.nn.ModuleList(graphs)
-        self.schema = schema
-        self._team, self._exchange = team, exchange
-        self._constants = dict(constants)
-        self._run: list[Any] = list(graphs)
+        self.local = torch.nn.ModuleList(part.gm for part in parts)
+        self.schema = parts[0].schema
+        self._parts, self._groups, self._exchange = parts, groups, exchange
+        self._run: list[Callable[..., Any]] = [part.gm for part in parts]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs = {**self._constants, **kwargs}
-        return self._team.run(lambda i: self._run[i](*args, **kwargs))[0]
+        kwargs = {**self._parts[0].constants, **kwargs}
+        return self._groups.run(lambda i: self._run[i](*args, **kwargs))[0]
 
-    def compile_local(self, one_shape: bool = False) -> None:
+    def compile_local(self) -> None:
         """Compile every group's graph, one after the other: Dynamo compiles in one thread at a time anyway."""
-        self._run = [compile_frozen(graph, one_shape=one_shape) for graph in self.local]
+        self._run = [part.compile() for part in self._parts]
 
     def close(self) -> None:
         """End the threads; the model cannot be called afterwards."""
-        self._team.close()
+        self._groups.close()
 
 
 def shard(
@@ -68,22 +54,21 @@ def shard(
     The other arguments are those of numadist.shard. Raises: ShardError, PlacementError.
     """
     places = places_of(read_machine(), nodes)
-    args, kwargs = as_args(example_inputs)
-    captured = capture(model, args, kwargs, dynamic_shapes)
+    captured = capture(model, example_inputs, dynamic_shapes)
     schema = build_schema(captured, len(places))
     warn_left_alone(schema)
-    team, exchange = Team(places), Exchange(len(places))
-    graphs = [copy.deepcopy(captured) for _ in places]
+    groups, exchange = ThreadGroups(places), Exchange(len(places))
+    copies = [copy_of(captured) for _ in places]
 
-    def localize(i: int) -> None:
-        apply(graphs[i], schema, i, exchange.emitter(i))
-        localize_parameters(graphs[i], schema, i, lambda shape, dtype: _allocate(places[i], shape, dtype))
+    def localized(i: int) -> LocalModel:
+        def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return _allocate(places[i], shape, dtype)
 
-    team.run(localize)
-    constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
-    result = InProcessModel(graphs, schema, team, exchange, constants)
+        return localize(copies[i], schema, Site(i, exchange.emitter(i), allocate))
+
+    result = InProcessModel(groups.run(localized), groups, exchange)
     if compile:
-        result.compile_local(one_shape=dynamic_shapes is None)
+        result.compile_local()
     log.info("split over %d thread groups in this process, %d blocks", len(places), len(schema.blocks))
     return result
 

@@ -7,15 +7,15 @@ import torch
 from torch.export import Dim
 
 from numadist import models
+from numadist.costmodel.op_work import Work, extrapolated
 from numadist.costmodel.software import Software
-from numadist.costmodel.work import Work, extrapolated
 from numadist.errors import NumadistError
-from numadist.shard import graph
-from numadist.shard.blocks import build_schema
-from numadist.shard.capture import capture
-from numadist.shard.fake import empty_parameters
-from numadist.shard.schema import Schema
-from numadist.shard.work import work_of
+from numadist.graph import query
+from numadist.pipeline.stages import capture
+from numadist.sharding.build_schema import build_schema
+from numadist.sharding.count_work import work_of
+from numadist.sharding.schema import Schema
+from numadist.weights.fake import empty_parameters
 
 _MAX_BATCH = 1 << 12
 
@@ -49,9 +49,9 @@ class _Captured:
             model = models.build(name, dtype, max_position_embeddings=longest, **changes)
         inputs = models.prefill_inputs(model, 2, min(longest, 64))
         dims = {"input_ids": {0: Dim("batch", min=1, max=_MAX_BATCH), 1: Dim("seq", min=2, max=longest)}}
-        self.gm = capture(model, (), inputs, dims)
-        tokens = next(n for n in self.gm.graph.nodes if n.op == "placeholder")
-        self.symbols = [s.node.expr for s in graph.shape(tokens)]
+        self.captured = capture(model, inputs, dims)
+        tokens = next(n for n in self.captured.gm.graph.nodes if n.op == "placeholder")
+        self.symbols = [s.node.expr for s in query.shape(tokens)]
         self._schemas: dict[tuple[int, bool], Schema] = {}
 
     def work(self, num_ranks: int, batch: int, seq: int, vocabulary: bool) -> Work:
@@ -62,15 +62,15 @@ class _Captured:
             return int(expr.subs(values))
 
         def size(s: Any) -> int:
-            return s if graph.is_static(s) else evaluated(s.node.expr)
+            return s if query.is_static(s) else evaluated(s.node.expr)
 
-        return work_of(self.gm, self._schema(num_ranks, vocabulary), size).merged()
+        return work_of(self.captured.gm, self._schema(num_ranks, vocabulary), size).merged()
 
     def _schema(self, num_ranks: int, vocabulary: bool) -> Schema:
         """vocabulary: split embedding tables and heads too."""
         key = (num_ranks, vocabulary)
         if key not in self._schemas:
-            schema = build_schema(self.gm, num_ranks)
+            schema = build_schema(self.captured, num_ranks)
             if not vocabulary:
                 schema.blocks = [b for b in schema.blocks if b.kind != "vocabulary"]
             self._schemas[key] = schema

@@ -10,11 +10,11 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from numadist.costmodel.op_work import Work
 from numadist.costmodel.presets import CASCADE_LAKE, HASWELL_EP, HASWELL_EX
 from numadist.costmodel.price import process_s, sharded_s
 from numadist.costmodel.profile import MachineProfile
 from numadist.costmodel.software import NUMA_TORCH, Software
-from numadist.costmodel.work import Work
 from numadist.simulate.models import ModelWork
 
 MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "bert-small", "bert-large", "gemma3-270m")

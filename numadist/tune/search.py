@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from numadist.plan.plan import Plan, PlanPair, RankPlan
+from numadist.phases.plan import PhasePlan, PlanPair, RankPlan
 from numadist.topology.machine import Machine
 from numadist.topology.tree import TopoTree, breadth_first
 
@@ -57,8 +57,8 @@ def smallest_good(costs: dict[int, float], slack: float = SLACK) -> int:
 
 def pair_of(ranks: tuple[tuple[int, ...], ...], decode_threads: int | None = None) -> PlanPair:
     """All cores for prefill; for decode so many threads a rank, or all its cores."""
-    prefill = Plan(tuple(RankPlan(cpus, len(cpus)) for cpus in ranks))
-    decode = Plan(tuple(RankPlan(cpus, min(len(cpus), decode_threads or len(cpus))) for cpus in ranks))
+    prefill = PhasePlan(tuple(RankPlan(cpus, len(cpus)) for cpus in ranks))
+    decode = PhasePlan(tuple(RankPlan(cpus, min(len(cpus), decode_threads or len(cpus))) for cpus in ranks))
     return PlanPair(prefill, decode)
 
 

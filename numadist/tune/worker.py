@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from numadist import models
 from numadist.config import config
-from numadist.generate.api import Generator
-from numadist.generate.packed import pack_linears
-from numadist.plan.phase import use_plan
-from numadist.plan.plan import PlanPair, load_plan
+from numadist.generation.generator import Generator
+from numadist.graph.passes import run_passes
+from numadist.phases.phase import use_plan
+from numadist.phases.plan import PlanPair, load_plan
+from numadist.pipeline import passes
 from numadist.topology.sysfs import read_machine
 from numadist.topology.tree import build_tree
 from numadist.tune.search import pair_of, score, thread_steps, walk
@@ -40,8 +41,8 @@ def main(name: str, dtype: str, layers: str, seconds: str, out: str) -> None:
         max_position_embeddings=2 * PREFILL_TOKENS,
     )
     generator = Generator(model, max_batch_size=max(BATCHES), max_length=PREFILL_TOKENS + 64)
-    pack_linears(generator.runner.gm)
-    rank = generator.team.rank
+    run_passes(generator.runner.part.gm, passes.PACKED)
+    rank = generator.rank
     ranks = tuple(part.cpus for part in trial.prefill.ranks)
     costs: dict[int, dict[str, float]] = {}
 
@@ -74,7 +75,7 @@ def _num_domains(trial: PlanPair) -> int:
 def _agreed(generator: Generator, times: list[float] | None) -> list[float] | None:
     """Rank 0's times on every rank."""
     shared = torch.zeros(len(BATCHES)) if times is None else torch.tensor([*times, 0.0])[: len(BATCHES)]
-    generator.team.broadcast(shared)
+    generator.peers.broadcast(shared)
     found = [t for t in shared.tolist() if t > 0]
     return found or None
 
@@ -95,7 +96,7 @@ def _decode_times(generator: Generator) -> list[float]:
 
 def _fastest(generator: Generator, tokens: list[list[int]], starts: list[int], repeats: int) -> float:
     """ms of the fastest of some steps. Every rank calls it; only rank 0's value counts."""
-    if generator.team.rank != 0:
+    if generator.rank != 0:
         generator.follow()
         return 1.0
     took = []

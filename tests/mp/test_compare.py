@@ -30,7 +30,7 @@ def compare(folder: Path, model: str, *options: str, status: int = 0) -> subproc
     command = [
         sys.executable,
         "-m",
-        "numadist.cli",
+        "numadist.commands.main",
         "compare",
         "--model",
         model,

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib", reason="needs the extra `plot`")
 
 pytestmark = pytest.mark.mp
 
-BENCH = [sys.executable, "-m", "numadist.cli", "bench", "serve"]
+BENCH = [sys.executable, "-m", "numadist.commands.main", "bench", "serve"]
 SMALL = [
     "--model",
     "gpt2-tiny",

@@ -8,15 +8,15 @@ from numarun_process import run
 
 from numadist.errors import PlacementError
 from numadist.launch.preload import find_library
-from numadist.plan.plan import Plan, PlanPair, RankPlan
+from numadist.phases.plan import PhasePlan, PlanPair, RankPlan
 
 pytestmark = pytest.mark.mp
 
 SCRIPT = """
 import json, os, statistics, time
 import torch
-from numadist.plan.phase import phase, phase_stats, switch, use_plan
-from numadist.plan.plan import Plan, PlanPair, RankPlan
+from numadist.phases.phase import phase, phase_stats, switch_phase, use_plan
+from numadist.phases.plan import PhasePlan, PlanPair, RankPlan
 
 threads = []
 for name in ("prefill", "decode"):
@@ -25,7 +25,7 @@ for name in ("prefill", "decode"):
 
 # More threads than this machine may have: a team of one never ends the others.
 cpus = (0, 1, 2, 3)
-use_plan(PlanPair(Plan((RankPlan(cpus, 4),)), Plan((RankPlan(cpus, 2),))))
+use_plan(PlanPair(PhasePlan((RankPlan(cpus, 4),)), PhasePlan((RankPlan(cpus, 2),))))
 torch.manual_seed(0)
 x, w = torch.randn(64, 512), torch.randn(512, 512)
 with phase("prefill"):
@@ -34,7 +34,7 @@ with phase("prefill"):
     for _ in range(500):
         for name in ("decode", "prefill"):
             begin = time.perf_counter()
-            switch(name)
+            switch_phase(name)
             took.append(time.perf_counter() - begin)
     after = phase_stats()
     print(json.dumps({
@@ -56,7 +56,7 @@ def test_a_thousand_switches_keep_every_thread(tmp_path):
         pytest.skip(str(error))
     cpus = tuple(sorted(os.sched_getaffinity(0))[:2])
     plan, script = tmp_path / "plan.json", tmp_path / "switch.py"
-    PlanPair(Plan((RankPlan(cpus, 2),)), Plan((RankPlan(cpus, 1),))).save(plan)
+    PlanPair(PhasePlan((RankPlan(cpus, 2),)), PhasePlan((RankPlan(cpus, 1),))).save(plan)
     script.write_text(SCRIPT)
     done = run(script, "--preload", "iomp5", "--plan", str(plan))
     assert done.returncode == 0, done.stderr

@@ -76,7 +76,7 @@ def test_strict_makes_a_refused_policy_fatal(script):
 
 @needs_tool
 def test_topo_and_info_still_work():
-    refused = [sys.executable, str(SECCOMP), REFUSED, sys.executable, "-m", "numadist.cli"]
+    refused = [sys.executable, str(SECCOMP), REFUSED, sys.executable, "-m", "numadist.commands.main"]
     assert subprocess.run([*refused, "topo"], capture_output=True, text=True, timeout=LIMIT_S).returncode == 0
     info = subprocess.run([*refused, "info"], capture_output=True, text=True, timeout=LIMIT_S)
     assert "memory policy unknown (get_mempolicy is refused)" in info.stdout, info.stdout + info.stderr

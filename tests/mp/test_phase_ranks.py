@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from numadist.errors import PlanError
-from numadist.plan.phase import current_phase, phase
+from numadist.phases.phase import current_phase, phase
 
 pytestmark = pytest.mark.mp
 

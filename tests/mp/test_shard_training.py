@@ -37,8 +37,8 @@ def expected_gradients(model, ids):
 
 def check_gradients(rank, world, name):
     import numadist
-    from numadist.shard.load import local_slice
-    from numadist.shard.placement import Shard
+    from numadist.sharding.placement import Shard
+    from numadist.weights.load import local_slice
 
     ids, model = tokens(0), build(name)
     sharded = numadist.shard(model, {"input_ids": ids, "use_cache": False}, train=True)
@@ -67,7 +67,7 @@ def check_gathered_gradients(rank, world):
     """The shared KV head's layers computed by parts and gathered."""
     from unittest import mock
 
-    from numadist.shard import gathered
+    from numadist.sharding import gathered_output as gathered
 
     with mock.patch.object(gathered, "MIN_FLOPS", 0.0):
         return check_gradients(rank, world, "one-kv-head")
@@ -84,8 +84,8 @@ def check_tensor_times_data_parallel(rank, world):
     from torch.nn.parallel import DistributedDataParallel
 
     import numadist
-    from numadist.shard.load import local_slice
-    from numadist.shard.placement import Shard
+    from numadist.sharding.placement import Shard
+    from numadist.weights.load import local_slice
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     replica, tp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")

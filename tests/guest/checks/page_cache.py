@@ -10,8 +10,8 @@ import torch
 
 import numadist
 from numadist.memory.local import local_empty
-from numadist.shard.checkpoint import Checkpoint
-from numadist.shard.placement import Shard
+from numadist.sharding.placement import Shard
+from numadist.weights.safetensors import SafetensorsCheckpoint
 
 ROWS, COLUMNS = 1024, 1024
 PATH = Path(
@@ -34,7 +34,7 @@ subprocess.run([sys.executable, "-c", WRITE], check=True)
 mapped = torch.from_file(str(PATH), shared=True, size=PATH.stat().st_size, dtype=torch.uint8)
 mapped.sum()
 loaded = local_empty((ROWS, COLUMNS), torch.float32)
-Checkpoint(PATH).read_into(loaded, "weight", Shard({}), 0)
+SafetensorsCheckpoint(PATH).read_into(loaded, "weight", Shard({}), 0)
 result = {
     "mapped": numadist.page_nodes(mapped),
     "loaded": numadist.page_nodes(loaded),

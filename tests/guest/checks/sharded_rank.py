@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import numadist
-from numadist.generate.kv import KvTensors
+from numadist.generation.kv import KvTensors
 
 WIDTH, HIDDEN = 64, 2048
 

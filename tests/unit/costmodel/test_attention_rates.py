@@ -13,9 +13,9 @@ from numadist.costmodel.price import process_s, sharded_s
 from numadist.costmodel.software import NUMADIST
 from numadist.errors import NumadistError
 from numadist.kernels.attention import attention_runs, pays
-from numadist.shard.blocks import build_schema
-from numadist.shard.capture import capture
-from numadist.shard.work import work_of
+from numadist.pipeline.stages import capture
+from numadist.sharding.build_schema import build_schema
+from numadist.sharding.count_work import work_of
 
 TOKENS, HEADS = 64, 4
 FULL, CAUSAL, DENSE, OURS = 20.0, 30.0, 10.0, 80.0  # GFLOP/s a core
@@ -36,8 +36,8 @@ class Attention(nn.Module):
 
 def work(num_ranks, head_dim=32, dtype=torch.bfloat16, is_causal=True, mask=None):
     model = Attention(head_dim, is_causal, mask).to(dtype).eval()
-    gm = capture(model, (torch.randn(1, TOKENS, HEADS * head_dim, dtype=dtype),), {})
-    return work_of(gm, build_schema(gm, num_ranks))
+    captured = capture(model, (torch.randn(1, TOKENS, HEADS * head_dim, dtype=dtype),))
+    return work_of(captured.gm, build_schema(captured, num_ranks))
 
 
 def machine(ours: dict[str, dict[int, float]]):

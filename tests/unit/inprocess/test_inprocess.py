@@ -9,7 +9,7 @@ from torch import nn
 from numadist import inprocess
 from numadist.errors import PlacementError
 from numadist.inprocess.exchange import Exchange
-from numadist.inprocess.team import Place, Team, places_of
+from numadist.inprocess.thread_groups import Place, ThreadGroups, places_of
 from numadist.memory.pages import num_pages, page_nodes
 from numadist.topology.synthetic import synthetic
 
@@ -30,7 +30,7 @@ def cpus():
 
 
 def test_threads_are_pinned_and_persistent(cpus):
-    team = Team([Place((cpus[0],), None), Place((cpus[-1],), None)])
+    team = ThreadGroups([Place((cpus[0],), None), Place((cpus[-1],), None)])
     try:
         seen = team.run(lambda i: (os.sched_getaffinity(0), torch.get_num_threads()))
         assert seen == [({cpus[0]}, 1), ({cpus[-1]}, 1)]
@@ -40,7 +40,7 @@ def test_threads_are_pinned_and_persistent(cpus):
 
 
 def test_an_error_in_one_thread_reaches_the_caller_and_the_team_lives_on(cpus):
-    team = Team([Place((cpus[0],), None)] * 2)
+    team = ThreadGroups([Place((cpus[0],), None)] * 2)
 
     def fail(i):
         if i == 1:
@@ -58,7 +58,7 @@ def test_an_error_in_one_thread_reaches_the_caller_and_the_team_lives_on(cpus):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 3])
 def test_sums_are_right_and_equal_on_all_threads(cpus, world, dtype):
-    team, exchange = Team([Place((cpus[0],), None)] * world), Exchange(world)
+    team, exchange = ThreadGroups([Place((cpus[0],), None)] * world), Exchange(world)
     try:
         for size in (1, 1000, 70001):
             parts = [torch.randn(size).to(dtype) for _ in range(world)]

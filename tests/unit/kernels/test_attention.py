@@ -11,11 +11,12 @@ from numadist import models
 from numadist._native import supported_isas
 from numadist._native_kernels import attention_runs
 from numadist.errors import NativeError
+from numadist.graph.passes import run_passes
+from numadist.graph.query import aten
 from numadist.kernels import attention
 from numadist.kernels.attention import takes, takes_one
-from numadist.shard.attention import write_attention
-from numadist.shard.capture import capture
-from numadist.shard.graph import aten
+from numadist.pipeline import passes
+from numadist.pipeline.stages import capture
 
 SIZES = {  # batch, heads, KV heads, queries, keys, head dim
     "one block": (1, 1, 1, 48, 64, 128),
@@ -174,10 +175,10 @@ def test_graph_takes_it_without_repeating_kv_heads():
     changes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = models.build("llama-tiny", torch.bfloat16, **changes)
     inputs = models.prefill_inputs(model, 2, 70)
-    gm = capture(model, (), inputs)
+    gm = capture(model, inputs).gm
     with torch.no_grad():
         before = gm(**inputs).logits.float()
-        write_attention(gm)
+        run_passes(gm, passes.INFERENCE)
         after = gm(**inputs).logits.float()
     targets = [n.target for n in gm.graph.nodes]
     expected = 2 if attention_runs() else 0  # layers

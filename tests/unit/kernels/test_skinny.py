@@ -5,8 +5,8 @@ import torch
 
 from numadist import _native
 from numadist.errors import NativeError
-from numadist.generate.packed import can_pack, use_skinny_linears
 from numadist.kernels import skinny
+from numadist.lowering.packing import can_pack, use_skinny_linears
 
 # Whole panels and not, more panels than threads and fewer; whole blocks of 32 inputs and not.
 SHAPES = [(64, 2), (50, 66), (257, 130), (640, 192)]
@@ -120,6 +120,7 @@ def test_a_graph_uses_the_kernel_where_it_fits_and_gives_the_same():
     rows = torch.randn(4, 64).bfloat16()
     wanted = gm(rows)
     use_skinny_linears(gm)
+    gm.recompile()
     own = [n for n in gm.graph.nodes if n.target is torch.ops.numadist.skinny_linear.default]
     assert len(own) == (skinny.panel_width(module.packed) is not None)
     torch.testing.assert_close(gm(rows).float(), wanted.float(), rtol=8e-3, atol=1e-3)

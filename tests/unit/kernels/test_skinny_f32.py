@@ -5,9 +5,9 @@ import torch
 
 from numadist import _native
 from numadist.errors import NativeError
-from numadist.generate.packed import use_skinny_linears
 from numadist.kernels import skinny
 from numadist.kernels.skinny import MAX_ROWS
+from numadist.lowering.packing import use_skinny_linears
 
 packs_f32 = torch.backends.mkldnn.is_available()
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
@@ -119,6 +119,7 @@ def test_a_graph_uses_the_kernel_where_it_fits_and_gives_the_same():
     rows = torch.randn(4, 64)
     wanted = gm(rows)
     use_skinny_linears(gm)
+    gm.recompile()
     own = [n for n in gm.graph.nodes if n.target is torch.ops.numadist.skinny_linear.default]
     assert len(own) == (skinny.panel_width(module.packed) is not None)
     torch.testing.assert_close(gm(rows), wanted, rtol=1e-5, atol=1e-5)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from numadist.launch.cli import main
-from numadist.plan.plan import Plan, PlanPair, RankPlan
+from numadist.phases.plan import PhasePlan, PlanPair, RankPlan
 from numadist.topology.sysfs import read_machine
 from numadist.topology.tree import breadth_first, build_tree, tree_key
 
@@ -22,7 +22,7 @@ def plan_file(tmp_path):
 
     def write(decode_threads, key=None):
         path = tmp_path / "plan.json"
-        ranks = [Plan((RankPlan(cpus, threads),)) for threads in (len(cpus), decode_threads)]
+        ranks = [PhasePlan((RankPlan(cpus, threads),)) for threads in (len(cpus), decode_threads)]
         PlanPair(*ranks, topology_key=key or tree_key(tree)).save(path)
         return str(path), cpus
 

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra `models`")
 
-from numadist.cli import main
+from numadist.commands.main import main
 from numadist.costmodel.software import NUMA_TORCH, NUMADIST
 from numadist.simulate import published
 from numadist.simulate.models import ModelWork, _Captured

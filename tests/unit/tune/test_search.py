@@ -2,12 +2,12 @@ import json
 
 import pytest
 
-from numadist.cli import main
+from numadist.commands.main import main
+from numadist.commands.tune import check_idle, choose
 from numadist.errors import PlanError
-from numadist.plan.plan import load_plan
+from numadist.phases.plan import load_plan
 from numadist.topology.synthetic import synthetic
 from numadist.topology.tree import build_tree
-from numadist.tune.command import check_idle, choose
 from numadist.tune.search import rank_choices, score, smallest_good, thread_steps, walk
 
 

@@ -1,0 +1,159 @@
+"""Linear layers over weights packed once, in oneDNN's own layout, for every graph that uses them.
+
+Inductor's freezing packs for each compiled graph anew: reading prompts and decoding would hold two copies of the
+weights, and the plain ones too. Here the graph itself asks for oneDNN's linear on a packed buffer.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from numadist.graph import query
+from numadist.graph.query import aten, linear_operands
+from numadist.kernels import int8, skinny
+
+# The number of rows oneDNN packs for. With few rows it may choose a layout that is slower at all of them.
+PACKED_FOR_ROWS = 128
+
+_PACKED_LINEAR = torch.ops.mkldnn._linear_pointwise.default
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this machine's oneDNN takes weights of the dtype packed."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32
+
+
+@dataclass(frozen=True)
+class PackableLinear:
+    """A linear layer on a parameter as it is, [N, K], or transposed."""
+
+    rows: Node
+    weight: Tensor
+    name: str
+    bias: Any
+    transposed: bool
+
+
+def packable_linear(gm: GraphModule, node: Node) -> PackableLinear | None:
+    """The node as a linear layer whose weight can be packed; None for any other."""
+    operands = linear_operands(node)
+    if operands is None:
+        return None
+    rows, weight, bias, k_dim = operands
+    transposed = k_dim == -2
+    while weight.target in (aten.t.default, aten.numpy_T.default):
+        weight, transposed = query.operand(weight, 0), not transposed
+    if weight.op != "get_attr":
+        return None
+    found = dict(gm.named_parameters(remove_duplicate=False)).get(str(weight.target))
+    if found is None or found.dim() != 2 or not can_pack(found.dtype):
+        return None
+    return PackableLinear(rows, found, str(weight.target), bias, transposed)
+
+
+def pack_linears(gm: GraphModule) -> None:
+    """Give every linear layer of the graph a packed weight, one for all its users."""
+    packed: dict[tuple[str, bool], str] = {}
+    for node in list(gm.graph.nodes):
+        linear = packable_linear(gm, node)
+        if linear is None:
+            continue
+        key = linear.name, linear.transposed
+        if key not in packed:
+            packed[key] = f"packed_{len(packed)}"
+            blob = _pack(linear.weight.detach(), linear.transposed)
+            gm.register_buffer(packed[key], blob, persistent=False)
+        with gm.graph.inserting_before(node):
+            args: tuple[Any, ...] = (linear.rows, gm.graph.get_attr(packed[key]), linear.bias, "none", [], "")
+            packed_linear = gm.graph.call_function(_PACKED_LINEAR, args)
+        packed_linear.meta = dict(node.meta)
+        node.replace_all_uses_with(packed_linear)
+        gm.graph.erase_node(node)
+
+
+# What compilation may leave out, so that a sum stands directly behind a linear layer.
+_MAY_VANISH = {
+    aten.dropout.default,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.to.dtype,
+    aten.view.default,
+    aten.reshape.default,
+}
+
+
+def keep_sums_apart(gm: GraphModule) -> None:
+    """Write no sum as `linear + x`: freezing takes that for a layer and its bias, and fails on a packed weight.
+
+    `x + linear` it leaves alone; of two linear layers the sum becomes a - (-b), which has the same bits.
+    """
+    for node in list(gm.graph.nodes):
+        if not sum_that_freezing_folds(node):
+            continue
+        a, b = query.operand(node, 0), query.operand(node, 1)
+        if _is_linear(b):
+            with gm.graph.inserting_before(node):
+                minus_b = gm.graph.call_function(aten.neg.default, (b,))
+            node.target, node.args = aten.sub.Tensor, (a, minus_b)
+        else:
+            node.args = (b, a)
+
+
+def sum_that_freezing_folds(node: Node) -> bool:
+    """A sum of two tensors that begins with a packed linear layer."""
+    is_sum = node.target is aten.add.Tensor and not node.kwargs and isinstance(node.args[1], Node)
+    return is_sum and _is_linear(node.args[0])
+
+
+def _is_linear(node: Any) -> bool:
+    while isinstance(node, Node) and node.target in _MAY_VANISH:
+        node = node.args[0]
+    return isinstance(node, Node) and node.target is _PACKED_LINEAR
+
+
+def use_skinny_linears(gm: GraphModule) -> None:
+    """Decode by our own kernel where it reads a layer's packed weights as oneDNN does; other layers stay."""
+    for node in list(gm.graph.nodes):
+        if node.target is not _PACKED_LINEAR:
+            continue
+        rows, blob, bias, *_ = node.args
+        packed = getattr(gm, blob.target)
+        if (width := skinny.panel_width(packed)) is not None:
+            node.target, node.args = (
+                torch.ops.numadist.skinny_linear.default,
+                (rows, blob, bias, packed.shape[0], width),
+            )
+
+
+def use_int8_linears(gm: GraphModule) -> None:
+    """Decode on int8 weights made of the packed ones, where the kernel takes them."""
+    made: dict[str, tuple[str, str]] = {}
+    for node in list(gm.graph.nodes):
+        if node.target is not _PACKED_LINEAR:
+            continue
+        rows, blob, bias, *_ = node.args
+        packed = getattr(gm, blob.target)
+        if not int8.takes(packed.shape[1], packed.dtype):
+            continue
+        if blob.target not in made:
+            made[blob.target] = names = f"int8_{len(made)}", f"int8_scale_{len(made)}"
+            q_NK, scale_N = int8.quantize(packed.to_dense())
+            for name, t in zip(names, (int8.pack(q_NK), scale_N), strict=True):
+                gm.register_buffer(name, t, persistent=False)
+        with gm.graph.inserting_before(node):
+            weights = [gm.graph.get_attr(name) for name in made[blob.target]]
+        node.target, node.args = torch.ops.numadist.int8_linear.default, (rows, *weights, bias)
+
+
+def _pack(weight: Tensor, transposed: bool) -> Tensor:
+    rows_NK = weight.t().contiguous() if transposed else weight
+    return torch.ops.mkldnn._reorder_linear_weight(rows_NK, PACKED_FOR_ROWS)

@@ -1,0 +1,123 @@
+"""The one way from a model to what a rank runs: captured -> schema -> this rank's model -> compiled.
+
+`numadist.shard`, generation, the in-process variant, the harness and `explain` all go it; what each pass of a stage
+needs and leaves stands in passes.py.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from numadist.graph.capture import CapturedModel, export
+from numadist.graph.passes import run_passes
+from numadist.lowering.compiled_step import CompiledStep
+from numadist.lowering.freezing import compile_frozen
+from numadist.memory.local import local_empty
+from numadist.pipeline import passes
+from numadist.sharding.apply import apply, check_fits
+from numadist.sharding.collectives import Emitter
+from numadist.sharding.schema import Schema
+from numadist.weights.checkpoint import Checkpoint
+from numadist.weights.formats import open_checkpoint
+from numadist.weights.load import Allocate, localize_parameters
+
+
+def capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = None) -> CapturedModel:
+    """First stage: the model as one graph, in the form that is planned. Arguments and errors are those of `export`."""
+    captured = export(model, example_inputs, dynamic_shapes)
+    run_passes(captured.gm, passes.CAPTURE)
+    return captured
+
+
+def copy_of(captured: CapturedModel) -> CapturedModel:
+    """Another graph over the same parameters and buffers."""
+    return replace(captured, gm=_copied(captured.gm))
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where one rank's part goes, and how it talks to the others.
+
+    emitter: writes collectives into the graph; None: one rank, which has none.
+    allocate: fresh contiguous memory for this rank's weights.
+    finish: a last rewrite of the graph before weights are loaded.
+    """
+
+    rank: int
+    emitter: Emitter | None
+    allocate: Allocate = local_empty
+    train: bool = False
+    finish: Callable[[GraphModule], None] | None = None
+
+
+@dataclass
+class LocalModel:
+    """One rank's part of a model: its graph, with local sizes, collectives and only this rank's weights."""
+
+    gm: GraphModule
+    schema: Schema
+    rank: int
+    constants: Mapping[str, Any]
+    one_shape: bool
+    train: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the parameters this rank holds, tied names counted once."""
+        return sum(p.numel() * p.element_size() for p in self.gm.parameters())
+
+    def compile(self) -> Callable[..., Any]:
+        """Last stage: Inductor's C++ with weights packed once; for training torch.compile as it is.
+
+        The first call of every combination of input sizes takes the time that compilation takes.
+        """
+        if self.train:
+            return torch.compile(self.gm)
+        run_passes(self.gm, passes.INFERENCE)
+        return compile_frozen(self.gm, one_shape=self.one_shape)
+
+    def compile_step(self, int8: bool = False) -> CompiledStep:
+        """Last stage of a step of generation: two graphs over weights packed once. int8: decode on int8 weights."""
+        run_passes(self.gm, passes.PACKED)
+        decode = _copied(self.gm)
+        run_passes(decode, passes.DECODE_INT8 if int8 else passes.DECODE)
+        return CompiledStep(self.gm, decode)
+
+
+def localize(
+    captured: CapturedModel, schema: Schema, site: Site, checkpoint: Checkpoint | None = None
+) -> LocalModel:
+    """Third stage: turn the captured graph, which this takes over, into the graph of one rank, and load its weights.
+
+    checkpoint: where values of parameters without memory are read from.
+    Raises: ShardError if the schema does not fit the graph, or a tensor is missing in the checkpoint.
+    """
+    gm = captured.gm
+    check_fits(gm, schema)
+    if site.emitter is not None:
+        apply(gm, schema, site.rank, site.emitter)
+    if site.finish is not None:
+        site.finish(gm)
+    localize_parameters(gm, schema, site.rank, site.allocate, captured.tied_names, checkpoint, site.train)
+    return LocalModel(
+        gm, replace(schema, graph=None), site.rank, captured.constants, captured.one_shape, site.train
+    )
+
+
+def checkpoint_of(path: str | Path | None, model: torch.nn.Module) -> Checkpoint | None:
+    """The checkpoint of a model at a path; None without one."""
+    return None if path is None else open_checkpoint(path, model)
+
+
+def _copied(gm: GraphModule) -> GraphModule:
+    """Another graph module over the same tensors."""
+    shared: dict[int, Any] = {id(t): t for t in (*gm.parameters(), *gm.buffers())}
+    with warnings.catch_warnings():  # torch.export's own, when its result is copied
+        warnings.simplefilter("ignore", FutureWarning)
+        return copy.deepcopy(gm, shared)

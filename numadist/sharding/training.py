@@ -1,0 +1,83 @@
+"""Backward of sharded blocks: every collective of the forward has its dual.
+
+| forward | backward |
+|---|---|
+| sum over ranks, where a partial value leaves a block | identity: every rank has the whole gradient |
+| identity, where a replicated value enters a block | sum over ranks: each rank saw the part of its own shard |
+| gather of the head's logits | this rank's part: every rank computes the same loss |
+
+Source of the pairing: Megatron-LM (arXiv 1909.08053), operators f and g.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from numadist.sharding.collectives import Emitter
+
+_ops = torch.ops._c10d_functional
+
+
+def _all_reduce(x: Tensor, group_name: str) -> Tensor:
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group_name))
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
+        return _all_reduce(x, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grad, ctx.group_name), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: int, num_ranks: int, group_name: str) -> Tensor:
+        ctx.rank, ctx.rows = rank, x.shape[0]
+        return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), num_ranks, group_name))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.narrow(0, ctx.rank * ctx.rows, ctx.rows), None, None, None
+
+
+def sum_over_ranks(x: Tensor, group_name: str) -> Tensor:
+    return _Sum.apply(x, group_name)
+
+
+def enter_block(x: Tensor, group_name: str) -> Tensor:
+    return _Enter.apply(x, group_name)
+
+
+def gather_over_ranks(x: Tensor, rank: int, num_ranks: int, group_name: str) -> Tensor:
+    return _Gather.apply(x, rank, num_ranks, group_name)
+
+
+def emit_trainable(group_name: str, rank: int, num_ranks: int) -> Emitter:
+    """Collectives that autograd can walk back through, on any backend."""
+
+    def all_reduce(g: Graph, x: Node) -> Node:
+        return g.call_function(sum_over_ranks, (x, group_name))
+
+    def all_gather(g: Graph, x: Node) -> Node:
+        return g.call_function(gather_over_ranks, (x, rank, num_ranks, group_name))
+
+    def enter(g: Graph, x: Node) -> Node:
+        return g.call_function(enter_block, (x, group_name))
+
+    return Emitter(all_reduce, all_gather, enter=enter)

@@ -1,0 +1,108 @@
+"""Read slices of a GGUF file straight into this rank's memory, de-quantised on the way.
+
+The package gguf reads the header and knows the quantised formats; transformers knows which tensor is which parameter
+and how it was rearranged. Needs the extra `models`.
+"""
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numadist.errors import ShardError
+from numadist.sharding.placement import Shard
+from numadist.weights.checkpoint import Checkpoint
+from numadist.weights.slices import BUFFER_BYTES, local_slice, pread, row_ranges
+
+# The two largest tensors of any model, which no architecture rearranges: read a few rows at a time.
+_NEVER_REARRANGED = {"token_embd.weight", "output.weight"}
+
+
+class GgufCheckpoint(Checkpoint):
+    """The tensors of one GGUF file under the parameter names of `model`, whose parameters may be fake."""
+
+    def __init__(self, path: str | Path, model: torch.nn.Module):
+        """Raises: ShardError if the file is no GGUF file or for an architecture transformers cannot map."""
+        super().__init__(path)
+        if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("transformers") is None:
+            raise ShardError(f"reading {path} needs the extra: pip install 'numadist[models]'")
+        import gguf
+        from transformers import modeling_gguf_pytorch_utils as mapping
+
+        try:
+            reader = gguf.GGUFReader(self.path)
+        except (OSError, ValueError) as e:
+            raise ShardError(f"{path} is no GGUF file: {e}") from None
+        config: Any = getattr(model, "config", None)
+        architecture = str(reader.fields["general.architecture"].contents())
+        processor_class = mapping.TENSOR_PROCESSORS.get(architecture, mapping.TensorProcessor)
+        self._processor = processor_class(config=config.to_dict() if config is not None else {})
+        try:
+            names = mapping.get_gguf_hf_weights_map(model, self._processor)
+        except (NotImplementedError, AttributeError) as e:
+            raise ShardError(
+                f"{path}: its tensors cannot be matched with {type(model).__name__}: {e}"
+            ) from None
+        self._in_parts: set[str] = set()
+        for tensor in reader.tensors:
+            if tensor.name in names:
+                name = names[tensor.name]
+                if name in self._entries:
+                    self._in_parts.add(name)
+                self._entries[name] = tensor
+
+    def read_into(self, out: Tensor, name: str, shard: Shard, rank: int) -> None:
+        """Fill `out` with what `rank` holds of parameter `name`, converting to out's dtype.
+
+        Peak memory besides `out`: one whole tensor in fp32, but of embedding and head only a few rows.
+        Raises: ShardError for a wrong shape, or a parameter the file keeps in parts or together with others.
+        """
+        tensor = self._entries[name]
+        if tensor.name in _NEVER_REARRANGED:
+            self._check_shape(out, name, _shape(tensor), shard, rank)
+            self._read_rows_into(out, tensor, shard, rank)
+            return
+        whole = self._processor.process(weights=self._rows(tensor, 0, _num_rows(tensor)), name=tensor.name)
+        if whole.name is None or name in self._in_parts:
+            raise ShardError(
+                f"{self.path}: {name} is not one tensor of its own there ({tensor.name}); load this model without "
+                "weights="
+            )
+        full = torch.from_numpy(whole.weights)
+        self._check_shape(out, name, tuple(full.shape), shard, rank)
+        out.copy_(local_slice(full, shard, rank))
+
+    def _read_rows_into(self, out: Tensor, tensor: Any, shard: Shard, rank: int) -> None:
+        rows = shard.dims[0].cuts[rank] if 0 in shard.dims else ((0, _num_rows(tensor)),)
+        inner = Shard({dim: s for dim, s in shard.dims.items() if dim > 0})
+        done = 0
+        for start, count in row_ranges(rows, max(1, BUFFER_BYTES // (4 * _shape(tensor)[-1]))):
+            block = torch.from_numpy(self._rows(tensor, start, count))
+            out[done : done + count].copy_(local_slice(block, inner, rank))
+            done += count
+
+    def _rows(self, tensor: Any, start: int, count: int) -> Any:
+        """Rows as fp32, of the shape the file says (a NumPy array: gguf and transformers work on those)."""
+        import gguf
+        import numpy as np
+
+        row_bytes = tensor.n_bytes // _num_rows(tensor)
+        offset = tensor.data_offset + start * row_bytes
+        with open(self.path, "rb", buffering=0) as file:
+            raw = np.frombuffer(pread(file.fileno(), offset, count * row_bytes, self.path), dtype=np.uint8)
+        values = gguf.dequantize(raw.reshape(count, row_bytes), tensor.tensor_type)
+        shape = _shape(tensor)
+        return values.reshape(shape if len(shape) == 1 else (-1, *shape[1:]))
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Row-major; the file lists dims from the innermost."""
+    return tuple(int(size) for size in reversed(tensor.shape))
+
+
+def _num_rows(tensor: Any) -> int:
+    """A vector is one row: its blocks may cross any finer cut."""
+    return math.prod(_shape(tensor)[:-1])

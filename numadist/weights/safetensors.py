@@ -1,0 +1,138 @@
+"""Read slices of a safetensors checkpoint straight into this rank's memory.
+
+Format: 8 bytes length, a JSON header, then the tensors' bytes, row-major
+(https://github.com/huggingface/safetensors, "Format").
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from numadist.errors import ShardError
+from numadist.sharding.placement import Cut, Shard, cut_size
+from numadist.weights.checkpoint import Checkpoint
+from numadist.weights.conversions import Conversion, renamed, stacks
+from numadist.weights.slices import BUFFER_BYTES, pread, row_ranges, take
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class _Entry:
+    """Where one tensor lies."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...], offset: int):
+        self.path, self.dtype, self.shape, self.offset = path, dtype, shape, offset
+
+
+class _Stack:
+    """A tensor [N, ...] that lies in pieces: of each n some, which follow each other along dim 1."""
+
+    def __init__(self, pieces: list[list[_Entry]]):
+        self.pieces = pieces
+        first = pieces[0]
+        self.shape = (len(pieces), sum(piece.shape[0] for piece in first), *first[0].shape[1:])
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """A .safetensors file, or a folder that holds one or several (a sharded checkpoint).
+
+    conversions: from the file's names and pieces to the model's (conversions.py).
+    """
+
+    def __init__(self, path: str | Path, conversions: Sequence[Conversion] = ()):
+        super().__init__(path)
+        files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
+        if not files:
+            raise ShardError(f"{self.path} has no .safetensors file")
+        for file in files:
+            self._entries |= _read_header(file)
+        self._entries = {renamed(name, conversions): entry for name, entry in self._entries.items()}
+        for name, pieces in stacks(self._entries, conversions).items():
+            self._entries[name] = _Stack([[self._entries[piece] for piece in row] for row in pieces])
+
+    def read_into(self, out: Tensor, name: str, shard: Shard, rank: int) -> None:
+        """Fill `out` with what `rank` holds of tensor `name`, converting to out's dtype.
+
+        Peak memory besides `out`: one buffer of whole rows, 4 MiB or one row. Raises: ShardError for a wrong shape.
+        """
+        entry = self._entries[name]
+        self._check_shape(out, name, entry.shape, shard, rank)
+        cuts = [
+            shard.dims[d].cuts[rank] if d in shard.dims else ((0, size),)
+            for d, size in enumerate(entry.shape)
+        ]
+        if isinstance(entry, _Entry):
+            _read(entry, out, cuts)
+            return
+        for target, n in zip(out, _indices(cuts[0]), strict=True):
+            done = 0
+            for piece, rows in _by_piece(cuts[1], [piece.shape[0] for piece in entry.pieces[n]]):
+                count = cut_size(rows)
+                _read(entry.pieces[n][piece], target[done : done + count], [rows, *cuts[2:]])
+                done += count
+
+
+def _read(entry: _Entry, out: Tensor, cuts: list[Cut]) -> None:
+    """Fill `out` with a tensor's part, one cut a dim."""
+    row_shape = entry.shape[1:]
+    row_bytes = math.prod(row_shape) * entry.dtype.itemsize
+    rows_per_read = max(1, BUFFER_BYTES // max(1, row_bytes))
+    target = out if entry.shape else out.view(1)
+    done = 0
+    with open(entry.path, "rb", buffering=0) as file:
+        for start, count in row_ranges(cuts[0] if cuts else ((0, 1),), rows_per_read):
+            raw = pread(file.fileno(), entry.offset + start * row_bytes, count * row_bytes, entry.path)
+            part = torch.frombuffer(raw, dtype=entry.dtype).view(count, *row_shape)
+            for dim, cut in enumerate(cuts[1:], start=1):
+                part = take(part, dim, cut)
+            target[done : done + count].copy_(part)
+            done += count
+
+
+def _indices(cut: Cut) -> list[int]:
+    return [i for start, stop in cut for i in range(start, stop)]
+
+
+def _by_piece(cut: Cut, sizes: list[int]) -> Iterable[tuple[int, Cut]]:
+    """The cut of pieces that follow each other, as (piece, cut inside it), in the cut's order."""
+    for start, stop in cut:
+        first = 0
+        for piece, size in enumerate(sizes):
+            inside = max(start - first, 0), min(stop - first, size)
+            if inside[0] < inside[1]:
+                yield piece, (inside,)
+            first += size
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, struct.error) as e:
+        raise ShardError(f"{path} is no safetensors file: {e}") from None
+    entries = {}
+    for name, info in header.items():
+        if name == "__metadata__":
+            continue
+        dtype = _DTYPES.get(info["dtype"])
+        if dtype is None:
+            raise ShardError(f"{path}: {name} has dtype {info['dtype']}, which numadist cannot read")
+        entries[name] = _Entry(path, dtype, tuple(info["shape"]), 8 + length + info["data_offsets"][0])
+    return entries
