@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "bf16.h"
-#include "skinny_call.h"
-#include "team.h"
+#include "kernels/skinny_call.h"
+#include "kernels/team.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -15,24 +15,24 @@ namespace nd {
 namespace {
 
 namespace portable {
-#include "skinny.h"
+#include "kernels/skinny-inl.h"
 }  // namespace portable
 
 #if defined(__x86_64__)
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 namespace avx2 {
-#include "skinny.h"
+#include "kernels/skinny-inl.h"
 }  // namespace avx2
 #pragma GCC pop_options
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
 namespace avx512 {
-#include "skinny.h"
+#include "kernels/skinny-inl.h"
 }  // namespace avx512
 namespace amx_bf16 {
-#include "skinny_amx.h"
+#include "kernels/skinny_amx-inl.h"
 }  // namespace amx_bf16
 #pragma GCC pop_options
 
@@ -41,7 +41,7 @@ namespace amx_bf16 {
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC 12's own intrinsics (GCC bug 105593)
 namespace avx512_bf16 {
-#include "skinny_bf16.h"
+#include "kernels/skinny_bf16-inl.h"
 }  // namespace avx512_bf16
 #pragma GCC diagnostic pop
 #pragma GCC pop_options

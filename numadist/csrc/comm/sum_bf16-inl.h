@@ -1,4 +1,4 @@
-// The sum of bf16 with AVX-512 BF16 instructions. Included once by dispatch.cpp, like reduce.h.
+// The sum of bf16 with AVX-512 BF16 instructions. Included once by reduce.cpp, like reduce-inl.h.
 
 // 32 elements a step, split in even and odd ones: each half becomes f32 by one shift or mask. The conversion
 // back rounds to nearest even and flushes denormal results to zero, unlike the portable code.

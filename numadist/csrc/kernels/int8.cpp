@@ -2,7 +2,7 @@
 #include <errno.h>
 
 #include "bf16.h"
-#include "team.h"
+#include "kernels/team.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -57,7 +57,7 @@ void panel_rows(const Int8Call& call, size_t panel) {
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC 12's own intrinsics (GCC bug 105593)
 namespace avx512_vbmi {
-#include "int8.h"
+#include "kernels/int8-inl.h"
 }  // namespace avx512_vbmi
 #pragma GCC diagnostic pop
 #pragma GCC pop_options

@@ -2,8 +2,8 @@
 #include <errno.h>
 #include <string.h>
 
-#include "kernels.h"
-#include "team.h"
+#include "comm/reduce.h"
+#include "kernels/team.h"
 
 namespace nd {
 namespace {
@@ -26,7 +26,7 @@ constexpr size_t kLanes = 4, kSums = 24;  // sums in 24 of 32 registers
 #else
 constexpr size_t kLanes = 4, kSums = 12;  // in 12 of 16
 #endif
-#include "skinny_f32.h"
+#include "kernels/skinny_f32-inl.h"
 }  // namespace portable
 
 #if defined(__x86_64__)
@@ -34,7 +34,7 @@ constexpr size_t kLanes = 4, kSums = 12;  // in 12 of 16
 #pragma GCC target("avx2,fma")
 namespace avx2 {
 constexpr size_t kLanes = 8, kSums = 12;  // sums in 12 of 16 registers
-#include "skinny_f32.h"
+#include "kernels/skinny_f32-inl.h"
 }  // namespace avx2
 #pragma GCC pop_options
 
@@ -42,7 +42,7 @@ constexpr size_t kLanes = 8, kSums = 12;  // sums in 12 of 16 registers
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
 namespace avx512 {
 constexpr size_t kLanes = 16, kSums = 24;  // sums in 24 of 32 registers
-#include "skinny_f32.h"
+#include "kernels/skinny_f32-inl.h"
 }  // namespace avx512
 #pragma GCC pop_options
 #endif

@@ -5,7 +5,7 @@
 #include <condition_variable>
 #include <new>
 
-#include "sync.h"
+#include "comm/sync.h"
 
 struct NdTask {
   NdTask* next;

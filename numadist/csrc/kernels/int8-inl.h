@@ -1,6 +1,6 @@
 // A few rows times int8 weights with AVX-512 VBMI and BF16. Included once by int8.cpp.
 
-#include "row_tile.h"
+#include "kernels/row_tile-inl.h"
 
 constexpr size_t kRowTile = 4;  // 4 rows x 4 vectors of sums, 5 of tables and signs, 6 of weights, 1 of x
 

@@ -1,4 +1,4 @@
-// Elementwise reductions over several sources, written once. dispatch.cpp includes this file once per ISA,
+// Elementwise reductions over several sources, written once. reduce.cpp includes this file once per ISA,
 // inside
 // `#pragma GCC target` and a namespace of its own, so there is no include guard and nothing but templates
 // here. The loops are plain C++ over blocks of fixed length, which the compiler turns into vectors; only the
@@ -240,4 +240,4 @@ inline Kernel find_kernel(int dtype, int op) {
 }
 #endif
 
-#include "fused.h"
+#include "comm/fused-inl.h"

@@ -5,7 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "scope.h"
+#include "comm/scope.h"
 
 namespace nd {
 namespace {

@@ -1,4 +1,4 @@
-// Sum of several sources, and what follows it in a transformer, row by row. The end of reduce.h, in its
+// Sum of several sources, and what follows it in a transformer, row by row. The end of reduce-inl.h, in its
 // namespace.
 
 // f(column, n) for the blocks of a row; n is kBlock but for the last, so that most blocks have a fixed

@@ -10,7 +10,7 @@
 #include <condition_variable>
 #include <new>
 
-#include "sync.h"
+#include "comm/sync.h"
 
 struct NdRequest {
   NdRequest* next;

@@ -1,7 +1,7 @@
 // Attention of one query a head, as decoding asks for it: waits for memory, so every key and value is read
 // once, where it lies, for all query heads that share it. bf16, in the namespace of AVX512-BF16.
 
-#include "attention.h"
+#include "kernels/attention-inl.h"
 
 // Sums of neighbouring lanes, those of a and then those of b.
 inline Zmm add_lanes(Zmm a, Zmm b) {
@@ -108,4 +108,4 @@ inline void store_row(uint16_t* out, const float* y, int dim) {
 }
 
 using Element = uint16_t;
-#include "attention_range.h"
+#include "kernels/attention_range-inl.h"

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "attention_call.h"
-#include "kernels.h"
+#include "comm/reduce.h"
+#include "kernels/attention_call.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -22,7 +22,7 @@ namespace {
 #pragma GCC diagnostic ignored "-Wuninitialized"  // both in GCC 12's own intrinsics (GCC bug 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 namespace avx512_bf16 {
-#include "attention_one.h"
+#include "kernels/attention_one-inl.h"
 }  // namespace avx512_bf16
 #pragma GCC diagnostic pop
 #pragma GCC pop_options

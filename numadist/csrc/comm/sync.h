@@ -5,8 +5,8 @@
 #include <atomic>
 #include <mutex>
 
+#include "comm/process.h"
 #include "nd_core.h"
-#include "process.h"
 
 namespace nd {
 

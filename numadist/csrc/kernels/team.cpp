@@ -1,5 +1,5 @@
 // The program's OpenMP runtime, by its entry points.
-#include "team.h"
+#include "kernels/team.h"
 
 #include <errno.h>
 

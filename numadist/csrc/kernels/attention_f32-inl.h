@@ -1,7 +1,7 @@
 // Attention of one query a head in f32. Included by attention_f32.cpp once per ISA, whose registers hold
-// kLanes f32; what waits for memory is as in attention_one.h.
+// kLanes f32; what waits for memory is as in attention_one-inl.h.
 
-#include "vec_f32.h"
+#include "kernels/vec_f32-inl.h"
 
 // Sums of neighbouring lanes, those of a and then those of b.
 template <size_t... I>
@@ -128,4 +128,4 @@ inline void add_block(Partial& p, const Attention& a, int batch, int head, int b
 inline void store_row(float* out, const float* y, int dim) { memcpy(out, y, sizeof(float) * dim); }
 
 using Element = float;
-#include "attention_range.h"
+#include "kernels/attention_range-inl.h"

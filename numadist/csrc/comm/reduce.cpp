@@ -1,11 +1,12 @@
 // The same kernels compiled for each ISA, and the choice among them.
+#include "comm/reduce.h"
+
 #include <errno.h>
 #include <string.h>
 
 #include <type_traits>
 
 #include "bf16.h"
-#include "kernels.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -16,7 +17,7 @@
 namespace nd {
 
 namespace portable {
-#include "reduce.h"
+#include "comm/reduce-inl.h"
 }  // namespace portable
 
 #if defined(__x86_64__)
@@ -24,7 +25,7 @@ namespace portable {
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 namespace avx2 {
-#include "reduce.h"
+#include "comm/reduce-inl.h"
 }  // namespace avx2
 #pragma GCC pop_options
 
@@ -34,7 +35,7 @@ namespace avx2 {
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 namespace avx512 {
-#include "reduce.h"
+#include "comm/reduce-inl.h"
 inline Kernel find_kernel(int dtype, int op) {
   const Kernel kernel = find_float_kernel(dtype, op);
   return kernel != nullptr ? kernel : avx2::find_kernel(dtype, op);
@@ -47,7 +48,7 @@ inline Kernel find_kernel(int dtype, int op) {
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC 12's own intrinsics (GCC bug 105593)
 namespace avx512_bf16 {
-#include "sum_bf16.h"
+#include "comm/sum_bf16-inl.h"
 inline Kernel find_kernel(int dtype, int op) {
   return dtype == ND_BF16 && op == ND_SUM ? sum_bf16 : avx512::find_kernel(dtype, op);
 }

@@ -11,7 +11,7 @@
 
 #include <new>
 
-#include "sync.h"
+#include "comm/sync.h"
 
 using namespace nd;
 

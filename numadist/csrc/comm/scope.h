@@ -7,8 +7,8 @@
 
 #include <algorithm>
 
-#include "kernels.h"
-#include "sync.h"
+#include "comm/reduce.h"
+#include "comm/sync.h"
 
 namespace nd {
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "bf16.h"
-#include "team.h"
+#include "kernels/team.h"
 
 namespace nd {
 

@@ -1,6 +1,6 @@
 // The collectives. Every one of them waits for every peer, so a call that differs is seen by all ranks and
 // none returns. docs/algorithms.md has steps and bytes of each.
-#include "scope.h"
+#include "comm/scope.h"
 
 namespace nd {
 namespace {

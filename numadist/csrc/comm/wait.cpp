@@ -8,7 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "sync.h"
+#include "comm/sync.h"
 
 namespace nd {
 namespace {

@@ -1,7 +1,7 @@
 // all_reduce together with bias, residual and norm: one pass over the data instead of three.
 #include <stdlib.h>
 
-#include "scope.h"
+#include "comm/scope.h"
 
 namespace nd {
 namespace {

@@ -1,6 +1,6 @@
 // A few rows times packed bf16 weights with AVX-512 BF16. Included once by skinny.cpp.
 
-#include "row_tile.h"
+#include "kernels/row_tile-inl.h"
 
 template <size_t Width>
 struct PairsOfBf16 {

@@ -5,15 +5,15 @@
 
 #include <utility>
 
-#include "attention_call.h"
-#include "kernels.h"
+#include "comm/reduce.h"
+#include "kernels/attention_call.h"
 
 namespace nd {
 namespace {
 
 namespace portable {
 constexpr size_t kLanes = 4;
-#include "attention_f32.h"
+#include "kernels/attention_f32-inl.h"
 }  // namespace portable
 
 #if defined(__x86_64__)
@@ -21,7 +21,7 @@ constexpr size_t kLanes = 4;
 #pragma GCC target("avx2,fma")
 namespace avx2 {
 constexpr size_t kLanes = 8;
-#include "attention_f32.h"
+#include "kernels/attention_f32-inl.h"
 }  // namespace avx2
 #pragma GCC pop_options
 
@@ -29,7 +29,7 @@ constexpr size_t kLanes = 8;
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
 namespace avx512 {
 constexpr size_t kLanes = 16;
-#include "attention_f32.h"
+#include "kernels/attention_f32-inl.h"
 }  // namespace avx512
 #pragma GCC pop_options
 #endif

@@ -6,7 +6,7 @@
 // each fetched its own columns, parts of lines, they would come half as fast. A sum of short sums is also
 // more exact, and as blocks are the same for all tiles, a row's bits do not depend on the other rows.
 
-#include "vec_f32.h"
+#include "kernels/vec_f32-inl.h"
 
 constexpr size_t kMaxRows = 6;
 
