@@ -1,5 +1,4 @@
-// Mixed collectives of random sizes, places and delays; ranks are threads. Usage: test_collectives WORLD
-// ROUNDS SEED
+// Mixed collectives of random sizes, places and delays; ranks are threads. Usage: test_collectives WORLD ROUNDS SEED
 #include "rounds.h"
 
 namespace {

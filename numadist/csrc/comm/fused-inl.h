@@ -1,8 +1,6 @@
-// Sum of several sources, and what follows it in a transformer, row by row. The end of reduce-inl.h, in its
-// namespace.
+// Sum of several sources, and what follows it in a transformer, row by row: the end of reduce-inl.h.
 
-// f(column, n) for the blocks of a row; n is kBlock but for the last, so that most blocks have a fixed
-// length.
+// f(column, n) for the blocks of a row; n is kBlock but for the last, so that most blocks have a fixed length.
 template <typename F>
 inline __attribute__((always_inline)) void for_blocks(size_t cols, F f) {
   size_t i = 0;

@@ -1,9 +1,7 @@
-// Elementwise reductions over several sources, written once. reduce.cpp includes this file once per ISA,
-// inside
-// `#pragma GCC target` and a namespace of its own, so there is no include guard and nothing but templates
-// here. The loops are plain C++ over blocks of fixed length, which the compiler turns into vectors; only the
-// conversions of f16 have instructions of their own (ND_ISA_F16C). ND_ISA_FLOATS_ONLY leaves the integers
-// out.
+// Elementwise reductions over several sources, written once. reduce.cpp includes this file once per ISA, inside
+// `#pragma GCC target` and a namespace of its own, so there is no include guard and nothing but templates here. The
+// loops are plain C++ over blocks of fixed length, which the compiler turns into vectors; only the conversions of f16
+// have instructions of their own (ND_ISA_F16C). ND_ISA_FLOATS_ONLY leaves the integers out.
 
 constexpr size_t kBlock = 64;
 
@@ -74,8 +72,7 @@ struct F16 {
   }
 };
 
-// Reductions. Integers wrap around: computed in an unsigned type no narrower than int, where overflow is
-// defined.
+// Reductions. Integers wrap around: computed in an unsigned type no narrower than int, where overflow is defined.
 template <typename T>
 using Wide = std::conditional_t<sizeof(T) <= 4, uint32_t, uint64_t>;
 

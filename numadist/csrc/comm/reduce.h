@@ -9,8 +9,7 @@ namespace nd {
 // dst[k] = srcs[0][k] op srcs[1][k] op ...
 using Kernel = void (*)(void* dst, const void* const* srcs, int num_srcs, size_t count);
 
-// The best kernel of this CPU, or nullptr for a combination that has no meaning (BAND of floats, AVG of
-// integers).
+// The best kernel of this CPU, or nullptr for a combination that has no meaning (BAND of floats, AVG of integers).
 Kernel best_kernel(int dtype, int op);
 
 // Sum, then what NdEpilogue says, of `rows` rows; see nd_core.h.

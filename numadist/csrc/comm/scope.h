@@ -34,8 +34,7 @@ inline size_t round_down(size_t n, size_t unit) { return n / unit * unit; }
 // Peers in shifted order: at any time the ranks address different peers.
 inline int peer_at(const NdGroup& g, int shift) { return (g.rank + shift) % g.world; }
 
-// Enters a collective: takes the lock, refuses a forked or failed handle, sets the deadline, announces the
-// call.
+// Enters a collective: takes the lock, refuses a forked or failed handle, sets the deadline, announces the call.
 class Scope {
  public:
   Scope(NdGroup* group, NdColl coll, uint64_t bytes, int root = -1, int dtype = 0, int op = 0) : g_(*group) {
@@ -130,8 +129,7 @@ inline int find_reduction(int dtype, int op, Reduction* out) {
 // order). A chunk of at most a slot and a piece of it are whole multiples of what consume takes.
 struct Pieces {
   size_t chunk_bytes = kSlotBytes;
-  // A piece stays in the first-level cache, so that refilling a slot hits the lines that the sum just
-  // fetched.
+  // A piece stays in the first-level cache, so that refilling a slot hits the lines that the sum just fetched.
   size_t piece_bytes = 2048;
 };
 

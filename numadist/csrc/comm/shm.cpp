@@ -40,8 +40,7 @@ int nd_segment_create(int world, uint64_t nonce, const NdTuning* tuning, const u
     if (addr == MAP_FAILED) rc = -errno;
   }
   if (rc == 0) {
-    // The policy of a shared mapping belongs to the file: set once here, it holds for whichever rank faults a
-    // page.
+    // The policy of a shared mapping belongs to the file: set once here, it holds for whichever rank faults a page.
     auto* header = static_cast<Header*>(addr);
     for (int r = 0; r < world && node_masks != nullptr && rc == 0; ++r) {
       const uint64_t* nodes = node_masks + r * ND_NODE_WORDS;
@@ -171,8 +170,7 @@ static int watch_peer(NdGroup& g, int peer) {
   return id.state.load(std::memory_order_acquire) == kClosed ? 0 : -EOWNERDEAD;
 }
 
-// The first rank that has not opened yet, world if there is none. -EOWNERDEAD: one never will, its process is
-// gone.
+// The first rank that has not opened yet, world if there is none. -EOWNERDEAD: one never will, its process is gone.
 static int first_missing(NdGroup& g, const int32_t* pids) {
   int first = g.world;
   for (int p = 0; p < g.world; ++p) {

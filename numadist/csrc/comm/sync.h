@@ -11,8 +11,7 @@
 namespace nd {
 
 constexpr uint64_t kMagic = 0x6e756d6164697374;  // "numadist"
-// What is bound to a node lies in whole pages of the largest size that kernels use: Arm's have 4, 16 or 64
-// KiB.
+// What is bound to a node lies in whole pages of the largest size that kernels use: Arm's have 4, 16 or 64 KiB.
 #if defined(__aarch64__)
 constexpr size_t kPage = 64 * 1024;
 #else
@@ -26,15 +25,12 @@ constexpr size_t kNumSlots = 8;
 
 // Slots. An event is one publication of a rank: "my slot (seq % kNumSlots) is ready". No rank writes event e
 // while a peer may still read event e - kNumSlots of it, without any acknowledgement:
-//  - a rank enters a collective only after it finished the one before, and it cannot finish a collective
-//  before every
+//  - a rank enters a collective only after it finished the one before, and it cannot finish a collective before every
 //    peer has entered it. So on entry, peers may still read at most my last two events.
-//  - inside a collective at most two events are published ahead of the oldest event some peer may still read,
-//  in the
+//  - inside a collective at most two events are published ahead of the oldest event some peer may still read, in the
 //    reduce-scatter + gather pipeline five (its comment in collectives.cpp counts them).
-// Swap slots (two ranks only): slot [pair][i] lies in the part of rank i. Who reads a slot is the next to
-// write it, so it needs no acknowledgement either, and each line crosses between the caches once per
-// operation.
+// Swap slots (two ranks only): slot [pair][i] lies in the part of rank i. Who reads a slot is the next to write it,
+// so it needs no acknowledgement either, and each line crosses between the caches once per operation.
 
 struct CallWords {
   std::atomic<uint64_t> what;
@@ -47,9 +43,8 @@ struct Bell {
   std::atomic<uint32_t> sleepers;
 };
 
-// Written by its rank alone (but sleepers). seq counts the rank's events since the group began and is never
-// reset; call[n & 1] is the rank's n-th collective. Two entries do: a rank can be at most one collective
-// ahead of a peer.
+// Written by its rank alone (but sleepers). seq counts the rank's events since the group began and is never reset;
+// call[n & 1] is the rank's n-th collective. Two entries do: a rank can be at most one collective ahead of a peer.
 struct alignas(kLine) Flag {
   Bell seq;
   CallWords call[2];
@@ -77,8 +72,7 @@ struct Part {
   char swap[2][kSlotBytes];  // [pair]
 };
 
-// A stream of bytes from one rank to another: messages, each a MessageHead and its data, padded to
-// kMessageUnit.
+// A stream of bytes from one rank to another: messages, each a MessageHead and its data, padded to kMessageUnit.
 constexpr size_t kChannelBytes = 64 * 1024;
 constexpr size_t kMessageUnit = 64;
 
@@ -155,8 +149,7 @@ void sleep_on(Bell& bell, uint64_t seen);
 
 void cpu_relax();
 
-// A rank that closed its handle will never publish again; ranks that are threads have no process of their
-// own.
+// A rank that closed its handle will never publish again; ranks that are threads have no process of their own.
 bool is_gone(NdGroup& g, int peer);
 
 int wait_event_slow(NdGroup& g, int peer, uint64_t seq);

@@ -56,9 +56,8 @@ int check_wait(NdGroup& g, int peer, uint64_t seq, uint64_t now) {
   const bool late = now >= g.deadline_ns;
   int gone = -1;
   if (!aborted && !late && !any_gone(g, &gone)) return 0;
-  // Peers that finished this collective may rightly leave, or fail in their next one; they cannot finish it
-  // before the event we wait for was published. So if that event is there by now, what we saw does not
-  // concern us.
+  // Peers that finished this collective may rightly leave, or fail in their next one; they cannot finish it before
+  // the event we wait for was published. So if that event is there by now, what we saw does not concern us.
   if (has_arrived(g, peer, seq)) return 0;
   if (aborted) return adopt_abort(g);
   return gone >= 0 ? fail_call(g, -EOWNERDEAD, gone, NdCall{}) : fail_call(g, -ETIMEDOUT, peer, NdCall{});

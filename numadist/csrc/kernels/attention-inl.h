@@ -1,9 +1,8 @@
 // Attention of a prefill by AVX512-BF16 products; compiled for that ISA by attention.cpp.
 //
-// Keys and values are packed once, in the order the dot product instruction reads them: pairs of bf16 along
-// the contracted dim, side by side for 16 columns. Then each block of queries walks over the blocks of keys
-// with a running maximum and sum (online softmax), and skips the blocks its mask hides: half of them under a
-// causal mask.
+// Keys and values are packed once, in the order the dot product instruction reads them: pairs of bf16 along the
+// contracted dim, side by side for 16 columns. Then each block of queries walks over the blocks of keys with a
+// running maximum and sum (online softmax), and skips the blocks its mask hides: half of them under a causal mask.
 
 using Zmm = __m512;
 using Bits = __m512i;
@@ -196,8 +195,7 @@ inline void softmax_row(QueryBlock& b, int row, const Attention& a, const char* 
     top = _mm512_max_ps(top, s[j]);
   }
   const float now = std::max(b.highest[row], _mm512_reduce_max_ps(top));
-  // A row that has seen no key yet: nothing may be subtracted from its -inf, and its weights come out as
-  // nothing.
+  // A row that has seen no key yet: nothing may be subtracted from its -inf, and its weights come out as nothing.
   const Zmm base = _mm512_set1_ps(now == -INFINITY ? 0.0f : now);
   Zmm sum = _mm512_setzero_ps();
   for (int j = 0; j < kKeyBlock / 16; j += 2) {

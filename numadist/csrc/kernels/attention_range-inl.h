@@ -1,5 +1,4 @@
-// Single queries of any dtype by ranges of keys. Included inside the namespace of an ISA and a dtype, which
-// has
+// Single queries of any dtype by ranges of keys. Included inside the namespace of an ISA and a dtype, which has
 //   using Element: what q, k, v and out are made of
 //   void add_block(Partial&, const Attention&, int batch, int head, int begin, int keys): a query, a block
 //   void store_row(Element* out, const float* y, int dim)

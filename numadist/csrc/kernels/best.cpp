@@ -12,8 +12,7 @@ namespace {
 
 constexpr size_t kBlock = 1024;
 
-// The highest of at most kBlock values, and whether one is not a number; loops the compiler turns into
-// vectors.
+// The highest of at most kBlock values, and whether one is not a number; loops the compiler turns into vectors.
 float highest(const float* x, size_t n, bool* has_nan) {
   float top = -INFINITY;
   int nans = 0;

@@ -2,8 +2,7 @@
 // come from memory. Included once by skinny.cpp. The tests include it too, with a description in C++ in place
 // of AmxTiles, so that every CPU checks all but the instructions.
 //
-// Tiles 0 to 3 are sums of 16 columns each, 4 a block of x, 5 to 7 weights, in turn: none waits for a
-// product.
+// Tiles 0 to 3 are sums of 16 columns each, 4 a block of x, 5 to 7 weights, in turn: none waits for a product.
 
 constexpr size_t kTileRows = 16, kTileColumns = 16;  // a column: an f32, or a pair of bf16
 constexpr size_t kTileBytes = 4 * kTileColumns;      // of a row
