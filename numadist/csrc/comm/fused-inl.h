@@ -78,7 +78,7 @@ void fused_rows(void* out, void* residual, const void* const* srcs, int num_srcs
   }
 }
 
-inline FusedKernel find_fused_kernel(int dtype) {
+constexpr FusedKernel find_fused_kernel(int dtype) {
   switch (dtype) {
     case ND_F32:
       return fused_rows<Plain<float>>;

@@ -1,5 +1,5 @@
 // Elementwise reductions over several sources, written once. reduce.cpp includes this file once per ISA, inside
-// `#pragma GCC target` and a namespace of its own, so there is no include guard and nothing but templates here. The
+// a target of isa.h and a namespace of its own, so there is no include guard and nothing but templates here. The
 // loops are plain C++ over blocks of fixed length, which the compiler turns into vectors; only the conversions of f16
 // have instructions of their own (ND_ISA_F16C). ND_ISA_FLOATS_ONLY leaves the integers out.
 
@@ -152,7 +152,7 @@ void reduce(void* dst, const void* const* srcs, int num_srcs, size_t count) {
 
 #ifndef ND_ISA_FLOATS_ONLY
 template <typename T>
-Kernel integer_kernel(int op) {
+constexpr Kernel integer_kernel(int op) {
   switch (op) {
     case ND_SUM:
       return reduce<Plain<T>, Sum>;
@@ -176,7 +176,7 @@ Kernel integer_kernel(int op) {
 #endif
 
 template <typename D>
-Kernel float_kernel(int op) {
+constexpr Kernel float_kernel(int op) {
   switch (op) {
     case ND_SUM:
       return reduce<D, Sum>;
@@ -193,7 +193,7 @@ Kernel float_kernel(int op) {
   }
 }
 
-inline Kernel find_float_kernel(int dtype, int op) {
+constexpr Kernel find_float_kernel(int dtype, int op) {
   switch (dtype) {
     case ND_F32:
       return float_kernel<Plain<float>>(op);
@@ -209,7 +209,7 @@ inline Kernel find_float_kernel(int dtype, int op) {
 }
 
 #ifndef ND_ISA_FLOATS_ONLY
-inline Kernel find_kernel(int dtype, int op) {
+constexpr Kernel find_kernel(int dtype, int op) {
   switch (dtype) {
     case ND_I8:
       return integer_kernel<int8_t>(op);

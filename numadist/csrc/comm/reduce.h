@@ -1,6 +1,6 @@
-// The reduction kernels by ISA, dtype and reduction.
-#ifndef ND_KERNELS_H
-#define ND_KERNELS_H
+// The reduction kernels by dtype and reduction.
+#ifndef ND_REDUCE_H
+#define ND_REDUCE_H
 
 #include "nd_core.h"
 
@@ -18,12 +18,6 @@ using FusedKernel = void (*)(void* out, void* residual, const void* const* srcs,
 
 // For f32, f16 and bf16, else nullptr.
 FusedKernel best_fused_kernel(int dtype);
-
-// Whether nd_isa_name has the name on this CPU.
-bool runs_isa(const char* name);
-
-// Whether a CPU of variant `isa` runs the kernels of `part` too. Names as nd_isa_name has them.
-bool isa_includes(const char* isa, const char* part);
 
 // Bytes of one element, 0 for an unknown dtype.
 size_t element_bytes(int dtype);

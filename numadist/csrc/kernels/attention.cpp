@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "comm/reduce.h"
+#include "isa.h"
 #include "kernels/attention_call.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -16,16 +16,11 @@ namespace nd {
 namespace {
 
 #if defined(__x86_64__)
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"  // both in GCC 12's own intrinsics (GCC bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+ND_TARGET_AVX512_BF16_BEGIN
 namespace avx512_bf16 {
 #include "kernels/attention_one-inl.h"
 }  // namespace avx512_bf16
-#pragma GCC diagnostic pop
-#pragma GCC pop_options
+ND_TARGET_END
 #endif
 
 // Bytes of one head's packed keys; its packed values are as many.
@@ -71,7 +66,7 @@ void attend_prompt(const Attention& a) {
 }  // namespace
 }  // namespace nd
 
-int nd_attention_runs(void) { return nd::runs_isa("avx512_bf16"); }
+int nd_attention_runs(void) { return nd::runs(nd::Isa::kAvx512Bf16); }
 
 size_t nd_attention_scratch(const NdAttention* sizes) {
   const NdAttention& a = *sizes;

@@ -5,7 +5,7 @@
 
 #include <utility>
 
-#include "comm/reduce.h"
+#include "isa.h"
 #include "kernels/attention_call.h"
 
 namespace nd {
@@ -17,31 +17,35 @@ constexpr size_t kLanes = 4;
 }  // namespace portable
 
 #if defined(__x86_64__)
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
+ND_TARGET_AVX2_BEGIN
 namespace avx2 {
 constexpr size_t kLanes = 8;
 #include "kernels/attention_f32-inl.h"
 }  // namespace avx2
-#pragma GCC pop_options
+ND_TARGET_END
 
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
+ND_TARGET_AVX512_BEGIN
 namespace avx512 {
 constexpr size_t kLanes = 16;
 #include "kernels/attention_f32-inl.h"
 }  // namespace avx512
-#pragma GCC pop_options
+ND_TARGET_END
 #endif
 
-// Names as nd_isa_name has them.
-void attend([[maybe_unused]] const char* isa, const Attention& a) {
+struct Kernels {
+  AttendRange attend_range;
+  MergeRanges merge_ranges;
+};
+
+constexpr ByIsa<Kernels> kKernels{
+    Kernels{portable::attend_range, portable::merge_ranges},
 #if defined(__x86_64__)
-  if (isa_includes(isa, "avx512")) return attend_single(a, avx512::attend_range, avx512::merge_ranges);
-  if (isa_includes(isa, "avx2")) return attend_single(a, avx2::attend_range, avx2::merge_ranges);
+    Kernels{avx2::attend_range, avx2::merge_ranges},
+    Kernels{avx512::attend_range, avx512::merge_ranges},  // f32 has nothing better
+    Kernels{avx512::attend_range, avx512::merge_ranges},
+    Kernels{avx512::attend_range, avx512::merge_ranges},
 #endif
-  attend_single(a, portable::attend_range, portable::merge_ranges);
-}
+};
 
 bool is_valid(const NdAttention& a) {
   return a.batch > 0 && a.queries == 1 && a.keys > 0 && a.kv_heads > 0 && a.heads % a.kv_heads == 0 &&
@@ -56,8 +60,9 @@ int nd_attention_one_f32(int isa, const NdAttention* sizes, const void* q, const
                          const void* mask, void* out, void* scratch) {
   using namespace nd;
   const Attention a = {*sizes, q, k, v, mask, out, scratch};
-  const char* name = nd_isa_name(isa);
-  if (name == nullptr || !is_valid(a) || (a.mask_kind == ND_MASK_NONE) != (mask == nullptr)) return -EINVAL;
-  attend(name, a);
+  Isa chosen;
+  if (!isa_at(isa, &chosen) || !is_valid(a) || (a.mask_kind == ND_MASK_NONE) != (mask == nullptr))
+    return -EINVAL;
+  attend_single(a, kKernels[chosen].attend_range, kKernels[chosen].merge_ranges);
   return 0;
 }

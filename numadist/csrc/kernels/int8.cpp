@@ -2,6 +2,7 @@
 #include <errno.h>
 
 #include "bf16.h"
+#include "isa.h"
 #include "kernels/team.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -52,15 +53,11 @@ void panel_rows(const Int8Call& call, size_t panel) {
 }  // namespace portable
 
 #if defined(__x86_64__)
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi")
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC 12's own intrinsics (GCC bug 105593)
+ND_TARGET_AVX512_BF16_VBMI_BEGIN
 namespace avx512_vbmi {
 #include "kernels/int8-inl.h"
 }  // namespace avx512_vbmi
-#pragma GCC diagnostic pop
-#pragma GCC pop_options
+ND_TARGET_END
 #endif
 
 using PanelKernel = void (*)(const Int8Call&, size_t panel);
@@ -78,8 +75,7 @@ PanelKernel find_kernel(bool fast) {
 
 int nd_int8_linear_runs(void) {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  return nd::runs(nd::Isa::kAvx512Bf16) && __builtin_cpu_supports("avx512vbmi");
 #else
   return 0;
 #endif

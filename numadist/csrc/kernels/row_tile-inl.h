@@ -1,5 +1,5 @@
 // A few rows of bf16 times panels of columns, by AVX-512 BF16, for weights of any kind that become pairs
-// of bf16. Included inside `#pragma GCC target` and the namespace of one kind of weights. Weights has
+// of bf16. Included inside a target of isa.h and the namespace of one kind of weights. Weights has
 //   static constexpr size_t kVectors;                                vectors of 16 columns, at most 4
 //   void load(size_t k, __m512bh b[kVectors]) const;                 inputs 2 k and 2 k + 1 of all columns
 //   __m512 scaled(__m512 sums, size_t column, __mmask16 mask) const; 16 finished sums, without the bias

@@ -1,5 +1,5 @@
 // A few rows times packed bf16 weights, written once in plain C++. skinny.cpp includes this file once per
-// ISA, inside `#pragma GCC target` and a namespace of its own.
+// ISA, inside a target of isa.h and a namespace of its own.
 
 // acc[c] += row . column c of a panel, for all columns of the panel.
 template <size_t Width>

@@ -1,8 +1,7 @@
 // Linear layers for few rows in f32: the choice of ISA, and the shares of the threads.
 #include <errno.h>
-#include <string.h>
 
-#include "comm/reduce.h"
+#include "isa.h"
 #include "kernels/team.h"
 
 namespace nd {
@@ -30,33 +29,31 @@ constexpr size_t kLanes = 4, kSums = 12;  // in 12 of 16
 }  // namespace portable
 
 #if defined(__x86_64__)
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
+ND_TARGET_AVX2_BEGIN
 namespace avx2 {
 constexpr size_t kLanes = 8, kSums = 12;  // sums in 12 of 16 registers
 #include "kernels/skinny_f32-inl.h"
 }  // namespace avx2
-#pragma GCC pop_options
+ND_TARGET_END
 
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
+ND_TARGET_AVX512_BEGIN
 namespace avx512 {
 constexpr size_t kLanes = 16, kSums = 24;  // sums in 24 of 32 registers
 #include "kernels/skinny_f32-inl.h"
 }  // namespace avx512
-#pragma GCC pop_options
+ND_TARGET_END
 #endif
 
 using PanelKernel = void (*)(const SkinnyF32&, size_t panel);
 
-// Names as nd_isa_name has them.
-PanelKernel find_kernel([[maybe_unused]] const char* isa) {
+constexpr ByIsa<PanelKernel> kKernels{
+    portable::panel_rows,
 #if defined(__x86_64__)
-  if (isa_includes(isa, "avx512")) return avx512::panel_rows;
-  if (isa_includes(isa, "avx2")) return avx2::panel_rows;
+    avx2::panel_rows,
+    avx512::panel_rows,  // f32 has nothing better
+    avx512::panel_rows,   avx512::panel_rows,
 #endif
-  return portable::panel_rows;
-}
+};
 
 }  // namespace
 }  // namespace nd
@@ -64,12 +61,12 @@ PanelKernel find_kernel([[maybe_unused]] const char* isa) {
 int nd_skinny_linear_f32(int isa, const float* x, const float* blob, const float* bias, float* y, size_t rows,
                          size_t n, size_t k, size_t width) {
   using namespace nd;
-  const char* name = nd_isa_name(isa);
-  if (name == nullptr || rows > ND_SKINNY_ROWS || width == 0 || width > kMaxPanel || width % 16 != 0)
+  Isa chosen;
+  if (!isa_at(isa, &chosen) || rows > ND_SKINNY_ROWS || width == 0 || width > kMaxPanel || width % 16 != 0)
     return -EINVAL;
   if (rows == 0 || n == 0) return 0;
   const SkinnyF32 call = {x, blob, bias, y, rows, n, k, width};
-  const PanelKernel kernel = find_kernel(name);
+  const PanelKernel kernel = kKernels[chosen];
   for_neighbours((n + width - 1) / width, [&](size_t panel) { kernel(call, panel); });
   return 0;
 }

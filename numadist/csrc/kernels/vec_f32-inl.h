@@ -1,4 +1,4 @@
-// Vectors of f32 in the compiler's own notation. Included inside `#pragma GCC target` and the namespace of an
+// Vectors of f32 in the compiler's own notation. Included inside a target of isa.h and the namespace of an
 // ISA, which says how wide its registers are: kLanes.
 
 using Vec = float __attribute__((vector_size(4 * kLanes)));
