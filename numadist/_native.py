@@ -11,12 +11,14 @@ from collections.abc import Iterable, Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 
-from numadist.errors import NativeError
+from numadist.config import config
+from numadist.errors import ConfigError, NativeError
 
-ABI_VERSION = 13  # ND_ABI_VERSION
+ABI_VERSION = 14  # ND_ABI_VERSION
 MAX_WORLD = 512  # ND_MAX_WORLD
 NODE_WORDS = 16  # ND_NODE_WORDS
 HISTORY = 16  # ND_HISTORY
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # as nd_limit_isa takes them
 
 
 class Dtype(enum.IntEnum):
@@ -196,6 +198,7 @@ _GROUP_FUNCTIONS: dict[str, list] = {
 }
 _OTHER_FUNCTIONS: dict[str, list] = {
     "nd_abi_version": [],
+    "nd_limit_isa": [c_char_p],
     "nd_map": [c_size_t, _PTRS],
     "nd_unmap": [_PTR, c_size_t],
     "nd_bind": [_PTR, c_size_t, POINTER(c_uint64)],
@@ -234,6 +237,9 @@ def _load() -> ctypes.CDLL:
         getattr(lib, name).argtypes = [c_void_p, *arguments]
     lib.nd_isa_name.restype = c_char_p
     lib.nd_segment_bytes.restype = c_size_t
+    limit = config().max_isa
+    if limit and lib.nd_limit_isa(limit.encode()) != 0:
+        raise ConfigError(f"NUMADIST_MAX_ISA is {limit!r}, which is none of {', '.join(ISAS)}")
     return lib
 
 
@@ -320,7 +326,7 @@ def page_nodes(address: int, num_bytes: int) -> list[int]:
 
 
 def supported_isas() -> list[str]:
-    """ISA variants of the reduction kernels this CPU runs, best first; the last is "portable"."""
+    """ISA variants this CPU runs and NUMADIST_MAX_ISA allows, best first; the last is "portable"."""
     names: list[str] = []
     while (name := lib.nd_isa_name(len(names))) is not None:
         names.append(name.decode())

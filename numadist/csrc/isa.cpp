@@ -1,8 +1,12 @@
 // Which instruction sets this process uses.
 #include "isa.h"
 
+#include <errno.h>
+#include <string.h>
+
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 
 #include "nd_core.h"
 #if defined(__x86_64__)
@@ -14,6 +18,7 @@
 namespace nd {
 namespace {
 
+// In the order of the enum.
 constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
 
 #if defined(__x86_64__)
@@ -75,4 +80,13 @@ bool isa_at(int i, Isa* out) {
 const char* nd_isa_name(int i) {
   nd::Isa isa;
   return nd::isa_at(i, &isa) ? nd::kNames[static_cast<int>(isa)] : nullptr;
+}
+
+int nd_limit_isa(const char* name) {
+  const auto same = [name](const char* known) { return strcmp(known, name) == 0; };
+  const auto found = std::find_if(std::begin(nd::kNames), std::end(nd::kNames), same);
+  if (found == std::end(nd::kNames)) return -EINVAL;
+  const int limit = static_cast<int>(found - nd::kNames);
+  nd::best.store(std::min(limit, static_cast<int>(nd::cpu_isa())), std::memory_order_relaxed);
+  return 0;
 }

@@ -29,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 13
+#define ND_ABI_VERSION 14
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_HISTORY 16
@@ -87,6 +87,11 @@ typedef enum NdOp { ND_SUM = 0, ND_AVG, ND_PROD, ND_MIN, ND_MAX, ND_BAND, ND_BOR
 /* Name of ISA variant i, best first, or NULL past the last one this CPU runs; the last is always "portable".
  * "amx_bf16" is there if Linux lets this process use the tiles, and differs in linear layers only. */
 ND_API const char* nd_isa_name(int i);
+
+/* From here on no kernel is better than `name`: portable, avx2, avx512, avx512_bf16 or amx_bf16, in this order. Best
+ * called first of all, since a number for nd_isa_name stands for another variant afterwards. What this CPU lacks is no
+ * limit. -EINVAL: another name. */
+ND_API int nd_limit_isa(const char* name);
 
 /* dst[k] = srcs[0][k] op srcs[1][k] op ... in this order; dst may be one of srcs. isa: index for nd_isa_name. */
 ND_API int nd_reduce_local(int isa, void* dst, const void* const* srcs, int num_srcs, size_t count, int dtype,
@@ -374,7 +379,7 @@ typedef struct NdAttention {
   float scale;
 } NdAttention;
 
-/* 1 if this CPU has a kernel for it. */
+/* 1 if this CPU has a kernel for it that nd_limit_isa allows. */
 ND_API int nd_attention_runs(void);
 ND_API size_t nd_attention_scratch(const NdAttention* sizes);
 /* out = softmax(scale * q k^T + mask) v in bf16; products and softmax in f32, the weights of more than one query
