@@ -246,10 +246,14 @@ def _load() -> ctypes.CDLL:
 lib = _load()
 
 
+# Linux has two names for this number, and which of them errno.errorcode has is an accident of its making.
+_ERRNO_NAMES = {**errno.errorcode, errno.EOPNOTSUPP: "EOPNOTSUPP"}
+
+
 def check(code: int, what: str) -> None:
-    """Raise NativeError for a negative errno; `what` says what was asked."""
+    """Raise NativeError for a negative errno, named as in nd_core.h; `what` says what was asked."""
     if code < 0:
-        raise NativeError(f"{what}: {errno.errorcode.get(-code, code)} ({os.strerror(-code)})")
+        raise NativeError(f"{what}: {_ERRNO_NAMES.get(-code, code)} ({os.strerror(-code)})")
 
 
 def pointers(addresses: Iterable[int]) -> ctypes.Array:
