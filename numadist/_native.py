@@ -69,7 +69,6 @@ class Coll(enum.IntEnum):
     SEND = 11
     RECV = 12
     ALL_REDUCE_FUSED = 13
-    ALL_REDUCE_SHARED = 14
 
 
 class _Tuning(ctypes.Structure):
@@ -175,7 +174,6 @@ _GROUP_FUNCTIONS: dict[str, list] = {
     "nd_group_history": [POINTER(Call)],
     "nd_group_stats": [c_int, POINTER(Stats)],
     "nd_all_reduce_fused": [_PTR, _PTR, c_size_t, c_int, POINTER(Epilogue)],
-    "nd_all_reduce_shared": [_PTRS, c_size_t, c_int, c_int, c_int32],
     "nd_run": [POINTER(Arguments)],
     "nd_task_start": [POINTER(Arguments), POINTER(c_void_p)],
     "nd_task_wait": [c_void_p, c_uint64, POINTER(c_int)],
@@ -206,8 +204,6 @@ _OTHER_FUNCTIONS: dict[str, list] = {
     "nd_advise_huge": [_PTR, c_size_t],
     "nd_touch": [_PTR, c_size_t],
     "nd_page_nodes": [_PTR, c_size_t, POINTER(c_int32)],
-    "nd_region_create": [c_int, c_size_t, POINTER(c_uint64), POINTER(c_int)],
-    "nd_region_map": [c_int, c_size_t, _PTRS],
     "nd_message_source": [c_void_p, POINTER(c_uint64)],
     "nd_reduce_local": [c_int, _PTR, _PTRS, c_int, c_size_t, c_int, c_int],
     "nd_team_use": [POINTER(_Team)],
@@ -367,22 +363,6 @@ def _node_masks(nodes: Sequence[Iterable[int]] | None) -> ctypes.Array | None:
     if nodes is None:
         return None
     return (c_uint64 * (len(nodes) * NODE_WORDS))(*(word for rank in nodes for word in node_set(rank)))
-
-
-def create_region(world: int, stride: int, nodes: Sequence[Iterable[int]] | None) -> int:
-    """fd of a sealed memfd of `stride` bytes a rank, each on its nodes. Raises: OSError with the errno."""
-    fd = c_int(-1)
-    code = lib.nd_region_create(world, stride, _node_masks(nodes), byref(fd))
-    if code < 0:
-        raise OSError(-code, os.strerror(-code))
-    return fd.value
-
-
-def map_region(fd: int, num_bytes: int) -> int:
-    """Address of a mapped region. Raises: NativeError (EPROTO: not a region of this size)."""
-    address = c_void_p()
-    check(lib.nd_region_map(fd, num_bytes, byref(address)), f"map a shared region of {num_bytes} bytes")
-    return address.value or 0
 
 
 def create_segment(world: int, nonce: int, one_shot_bytes: int, nodes: Sequence[Iterable[int]] | None) -> int:

@@ -136,8 +136,7 @@ typedef enum NdColl {
   ND_CONNECT,
   ND_SEND,
   ND_RECV,
-  ND_ALL_REDUCE_FUSED,
-  ND_ALL_REDUCE_SHARED
+  ND_ALL_REDUCE_FUSED
 } NdColl;
 
 /* Why a group failed. */
@@ -233,19 +232,6 @@ typedef struct NdEpilogue {
 /* out may be in; without a norm also the residual. */
 ND_API int nd_all_reduce_fused(NdGroup* group, const void* in, void* out, size_t rows, int dtype,
                                const NdEpilogue* epilogue);
-
-/* ==== tensors in shared memory ==== */
-
-/* A region holds `stride` bytes of each rank, on its nodes. All ranks map it whole, so that a sum needs no
- * copy: each rank reduces its slice from everybody's memory and writes it to everybody's. */
-
-/* A sealed memfd of world * stride bytes; stride is a multiple of the page. node_masks as in nd_segment_create. */
-ND_API int nd_region_create(int world, size_t stride, const uint64_t* node_masks, int* fd);
-/* Map it; -EPROTO if it has another size or is not sealed. Unmap with nd_unmap. */
-ND_API int nd_region_map(int fd, size_t bytes, void** addr);
-/* In place: bufs[r] is rank r's tensor in a region, at the same offset for all. id: any number all ranks agree on. */
-ND_API int nd_all_reduce_shared(NdGroup* group, void* const* bufs, size_t count, int dtype, int op,
-                                int32_t id);
 
 /* ==== collectives as data, and in the background ==== */
 

@@ -113,8 +113,6 @@ int nd_run(NdGroup* g, const NdArguments* arguments) {
       return nd_barrier(g);
     case ND_ALL_REDUCE:
       return nd_all_reduce(g, a.in, a.out, a.count, a.dtype, a.op);
-    case ND_ALL_REDUCE_SHARED:
-      return nd_all_reduce_shared(g, a.outs, a.count, a.dtype, a.op, a.root);
     case ND_ALL_GATHER:
       return nd_all_gather(g, a.in, a.outs, a.count, a.dtype);
     case ND_REDUCE_SCATTER:
