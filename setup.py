@@ -51,8 +51,9 @@ setup(
     ext_modules=[
         Extension(
             "numadist._core",
-            sources=sorted(str(p) for p in CSRC.glob("*.cpp")),
-            depends=sorted(str(p) for p in CSRC.glob("*.h")),
+            sources=sorted(str(p) for p in CSRC.rglob("*.cpp")),
+            depends=sorted(str(p) for p in CSRC.rglob("*.h")),
+            include_dirs=[str(CSRC)],
             extra_compile_args=CXX_FLAGS,
             extra_link_args=["-Wl,--no-undefined", "-Wl,-z,relro,-z,now"],
             language="c++",

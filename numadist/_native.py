@@ -11,12 +11,14 @@ from collections.abc import Iterable, Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 
-from numadist.errors import NativeError
+from numadist.config import config
+from numadist.errors import ConfigError, NativeError
 
-ABI_VERSION = 13  # ND_ABI_VERSION
+ABI_VERSION = 14  # ND_ABI_VERSION
 MAX_WORLD = 512  # ND_MAX_WORLD
 NODE_WORDS = 16  # ND_NODE_WORDS
 HISTORY = 16  # ND_HISTORY
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # as nd_limit_isa takes them
 
 
 class Dtype(enum.IntEnum):
@@ -67,7 +69,6 @@ class Coll(enum.IntEnum):
     SEND = 11
     RECV = 12
     ALL_REDUCE_FUSED = 13
-    ALL_REDUCE_SHARED = 14
 
 
 class _Tuning(ctypes.Structure):
@@ -173,7 +174,6 @@ _GROUP_FUNCTIONS: dict[str, list] = {
     "nd_group_history": [POINTER(Call)],
     "nd_group_stats": [c_int, POINTER(Stats)],
     "nd_all_reduce_fused": [_PTR, _PTR, c_size_t, c_int, POINTER(Epilogue)],
-    "nd_all_reduce_shared": [_PTRS, c_size_t, c_int, c_int, c_int32],
     "nd_run": [POINTER(Arguments)],
     "nd_task_start": [POINTER(Arguments), POINTER(c_void_p)],
     "nd_task_wait": [c_void_p, c_uint64, POINTER(c_int)],
@@ -196,6 +196,7 @@ _GROUP_FUNCTIONS: dict[str, list] = {
 }
 _OTHER_FUNCTIONS: dict[str, list] = {
     "nd_abi_version": [],
+    "nd_limit_isa": [c_char_p],
     "nd_map": [c_size_t, _PTRS],
     "nd_unmap": [_PTR, c_size_t],
     "nd_bind": [_PTR, c_size_t, POINTER(c_uint64)],
@@ -203,8 +204,6 @@ _OTHER_FUNCTIONS: dict[str, list] = {
     "nd_advise_huge": [_PTR, c_size_t],
     "nd_touch": [_PTR, c_size_t],
     "nd_page_nodes": [_PTR, c_size_t, POINTER(c_int32)],
-    "nd_region_create": [c_int, c_size_t, POINTER(c_uint64), POINTER(c_int)],
-    "nd_region_map": [c_int, c_size_t, _PTRS],
     "nd_message_source": [c_void_p, POINTER(c_uint64)],
     "nd_reduce_local": [c_int, _PTR, _PTRS, c_int, c_size_t, c_int, c_int],
     "nd_team_use": [POINTER(_Team)],
@@ -234,16 +233,23 @@ def _load() -> ctypes.CDLL:
         getattr(lib, name).argtypes = [c_void_p, *arguments]
     lib.nd_isa_name.restype = c_char_p
     lib.nd_segment_bytes.restype = c_size_t
+    limit = config().max_isa
+    if limit and lib.nd_limit_isa(limit.encode()) != 0:
+        raise ConfigError(f"NUMADIST_MAX_ISA is {limit!r}, which is none of {', '.join(ISAS)}")
     return lib
 
 
 lib = _load()
 
 
+# Linux has two names for this number, and which of them errno.errorcode has is an accident of its making.
+_ERRNO_NAMES = {**errno.errorcode, errno.EOPNOTSUPP: "EOPNOTSUPP"}
+
+
 def check(code: int, what: str) -> None:
-    """Raise NativeError for a negative errno; `what` says what was asked."""
+    """Raise NativeError for a negative errno, named as in nd_core.h; `what` says what was asked."""
     if code < 0:
-        raise NativeError(f"{what}: {errno.errorcode.get(-code, code)} ({os.strerror(-code)})")
+        raise NativeError(f"{what}: {_ERRNO_NAMES.get(-code, code)} ({os.strerror(-code)})")
 
 
 def pointers(addresses: Iterable[int]) -> ctypes.Array:
@@ -320,7 +326,7 @@ def page_nodes(address: int, num_bytes: int) -> list[int]:
 
 
 def supported_isas() -> list[str]:
-    """ISA variants of the reduction kernels this CPU runs, best first; the last is "portable"."""
+    """ISA variants this CPU runs and NUMADIST_MAX_ISA allows, best first; the last is "portable"."""
     names: list[str] = []
     while (name := lib.nd_isa_name(len(names))) is not None:
         names.append(name.decode())
@@ -357,22 +363,6 @@ def _node_masks(nodes: Sequence[Iterable[int]] | None) -> ctypes.Array | None:
     if nodes is None:
         return None
     return (c_uint64 * (len(nodes) * NODE_WORDS))(*(word for rank in nodes for word in node_set(rank)))
-
-
-def create_region(world: int, stride: int, nodes: Sequence[Iterable[int]] | None) -> int:
-    """fd of a sealed memfd of `stride` bytes a rank, each on its nodes. Raises: OSError with the errno."""
-    fd = c_int(-1)
-    code = lib.nd_region_create(world, stride, _node_masks(nodes), byref(fd))
-    if code < 0:
-        raise OSError(-code, os.strerror(-code))
-    return fd.value
-
-
-def map_region(fd: int, num_bytes: int) -> int:
-    """Address of a mapped region. Raises: NativeError (EPROTO: not a region of this size)."""
-    address = c_void_p()
-    check(lib.nd_region_map(fd, num_bytes, byref(address)), f"map a shared region of {num_bytes} bytes")
-    return address.value or 0
 
 
 def create_segment(world: int, nonce: int, one_shot_bytes: int, nodes: Sequence[Iterable[int]] | None) -> int:

@@ -1,4 +1,4 @@
-"""Native calls recorded while Python makes them, to be made again without it; csrc/replay.cpp.
+"""Native calls recorded while Python makes them, to be made again without it; csrc/kernels/replay.cpp.
 
 Operators call the core through `call`, which notes what it calls on threads that record. A recording holds addresses:
 whoever replays it keeps the memory behind them, and writes new inputs where the old ones were.

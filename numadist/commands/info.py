@@ -53,7 +53,9 @@ def _or_reason(find: Callable[[], str]) -> str:
 def _native() -> str:
     from numadist import _native
 
-    return f"instruction sets {', '.join(_native.supported_isas())}"
+    limit = config.config().max_isa
+    limited = f" (at most {limit}, by NUMADIST_MAX_ISA)" if limit else ""
+    return f"instruction sets {', '.join(_native.supported_isas())}{limited}"
 
 
 def _variables() -> str:

@@ -29,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 13
+#define ND_ABI_VERSION 14
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_HISTORY 16
@@ -50,8 +50,7 @@ ND_API int nd_unmap(void* addr, size_t bytes);
 /* mbind(MPOL_BIND) the pages of [addr, addr+bytes) to a set of nodes, before they are touched. */
 ND_API int nd_bind(void* addr, size_t bytes, const uint64_t nodes[ND_NODE_WORDS]);
 
-/* The set the kernel keeps for the page of addr (it drops unusable nodes in silence); empty without a policy.
- */
+/* The set the kernel keeps for the page of addr (it drops unusable nodes in silence); empty without a policy. */
 ND_API int nd_bound_nodes(const void* addr, uint64_t nodes[ND_NODE_WORDS]);
 
 /* Ask for huge pages; -EINVAL where the kernel has none. */
@@ -60,8 +59,7 @@ ND_API int nd_advise_huge(void* addr, size_t bytes);
 /* Fault in every page of a writable range for writing, keeping its contents. */
 ND_API int nd_touch(void* addr, size_t bytes);
 
-/* nodes[i] = node of page i of the range (base pages), or a negative errno: -ENOENT is a page not yet
- * touched. */
+/* nodes[i] = node of page i of the range (base pages), or a negative errno: -ENOENT is a page not yet touched. */
 ND_API int nd_page_nodes(const void* addr, size_t bytes, int32_t* nodes);
 
 /* ==== reductions ==== */
@@ -83,16 +81,19 @@ typedef enum NdDtype {
   ND_NUM_DTYPES
 } NdDtype;
 
-/* 16-bit floats are accumulated in f32 and rounded once. MIN and MAX carry a NaN on. AVG is for floats only.
- */
+/* 16-bit floats are accumulated in f32 and rounded once. MIN and MAX carry a NaN on. AVG is for floats only. */
 typedef enum NdOp { ND_SUM = 0, ND_AVG, ND_PROD, ND_MIN, ND_MAX, ND_BAND, ND_BOR, ND_BXOR, ND_NUM_OPS } NdOp;
 
 /* Name of ISA variant i, best first, or NULL past the last one this CPU runs; the last is always "portable".
  * "amx_bf16" is there if Linux lets this process use the tiles, and differs in linear layers only. */
 ND_API const char* nd_isa_name(int i);
 
-/* dst[k] = srcs[0][k] op srcs[1][k] op ... in this order; dst may be one of srcs. isa: index for nd_isa_name.
- */
+/* From here on no kernel is better than `name`: portable, avx2, avx512, avx512_bf16 or amx_bf16, in this order. Best
+ * called first of all, since a number for nd_isa_name stands for another variant afterwards. What this CPU lacks is no
+ * limit. -EINVAL: another name. */
+ND_API int nd_limit_isa(const char* name);
+
+/* dst[k] = srcs[0][k] op srcs[1][k] op ... in this order; dst may be one of srcs. isa: index for nd_isa_name. */
 ND_API int nd_reduce_local(int isa, void* dst, const void* const* srcs, int num_srcs, size_t count, int dtype,
                            int op);
 
@@ -102,8 +103,8 @@ typedef struct NdGroup NdGroup;
 
 /* Written to the segment by its creator, so ranks cannot disagree. */
 typedef struct NdTuning {
-  uint64_t one_shot_bytes; /* all_reduce of more than two ranks: up to here one-shot, above
-                              reduce-scatter+gather */
+  /* all_reduce of more than two ranks: up to here one-shot, above reduce-scatter and gather */
+  uint64_t one_shot_bytes;
 } NdTuning;
 
 /* Own to each rank. */
@@ -118,9 +119,8 @@ typedef struct NdCall {
   uint8_t op;
   uint8_t dtype;
   uint8_t reserved;
-  int32_t root; /* of ND_SEND and ND_RECV the peer; -1: none */
-  uint64_t
-      bytes; /* of one rank's contribution; for all_to_all 0, its sizes are compared in the call itself */
+  int32_t root;   /* of ND_SEND and ND_RECV the peer; -1: none */
+  uint64_t bytes; /* of one rank's part; for all_to_all 0: its sizes are compared in the call itself */
 } NdCall;
 
 typedef enum NdColl {
@@ -136,8 +136,7 @@ typedef enum NdColl {
   ND_CONNECT,
   ND_SEND,
   ND_RECV,
-  ND_ALL_REDUCE_FUSED,
-  ND_ALL_REDUCE_SHARED
+  ND_ALL_REDUCE_FUSED
 } NdColl;
 
 /* Why a group failed. */
@@ -165,9 +164,8 @@ ND_API size_t nd_segment_bytes(int world);
 
 ND_API int nd_group_open(int fd, int rank, int world, uint64_t nonce, const NdOptions* options,
                          NdGroup** out);
-/* The same in two steps, for ranks that are threads of one process and share a mapping (so that a thread
- * sanitizer sees who waits for whom). The segment is unmapped by nd_unmap(segment, nd_segment_bytes(world)).
- */
+/* The same in two steps, for ranks that are threads of one process and share a mapping (so that a thread sanitizer
+ * sees who waits for whom). The segment is unmapped by nd_unmap(segment, nd_segment_bytes(world)). */
 ND_API int nd_segment_map(int fd, int world, uint64_t nonce, void** segment);
 ND_API int nd_group_open_mapped(void* segment, int rank, int world, const NdOptions* options, NdGroup** out);
 /* Wait until every rank has opened; from here on peers are watched. pids: the processes that will open as
@@ -216,10 +214,8 @@ ND_API int nd_all_to_all(NdGroup* group, const void* const* ins, const size_t* i
  *   y = sum + bias + residual
  *   residual = y
  *   out = norm(y) * weight + norm_bias, or y without a norm
- * All in f32, rounded when stored; the norm reads the rounded y. What does not go row by row (rows above 64
- * KiB, two-shot sums) has its sum rounded once more in between. f32, bf16 and f16; all pointers but out may
- * be NULL.
- */
+ * All in f32, rounded when stored; the norm reads the rounded y. What does not go row by row (rows above 64 KiB,
+ * two-shot sums) has its sum rounded once more in between. f32, bf16 and f16; all pointers but out may be NULL. */
 
 typedef enum NdNorm { ND_NO_NORM = 0, ND_RMS_NORM, ND_LAYER_NORM } NdNorm;
 
@@ -237,21 +233,6 @@ typedef struct NdEpilogue {
 ND_API int nd_all_reduce_fused(NdGroup* group, const void* in, void* out, size_t rows, int dtype,
                                const NdEpilogue* epilogue);
 
-/* ==== tensors in shared memory ==== */
-
-/* A region holds `stride` bytes of each rank, on its nodes. All ranks map it whole, so that a sum needs no
- * copy: each rank reduces its slice from everybody's memory and writes it to everybody's. */
-
-/* A sealed memfd of world * stride bytes; stride is a multiple of the page. node_masks as in
- * nd_segment_create. */
-ND_API int nd_region_create(int world, size_t stride, const uint64_t* node_masks, int* fd);
-/* Map it; -EPROTO if it has another size or is not sealed. Unmap with nd_unmap. */
-ND_API int nd_region_map(int fd, size_t bytes, void** addr);
-/* In place: bufs[r] is rank r's tensor in a region, at the same offset for all. id: any number all ranks
- * agree on. */
-ND_API int nd_all_reduce_shared(NdGroup* group, void* const* bufs, size_t count, int dtype, int op,
-                                int32_t id);
-
 /* ==== collectives as data, and in the background ==== */
 
 /* Started calls run one after the other on a thread of the group, or on a thread that waits for them. A
@@ -259,8 +240,7 @@ ND_API int nd_all_reduce_shared(NdGroup* group, void* const* bufs, size_t count,
 
 typedef struct NdTask NdTask;
 
-/* What the direct call of `coll` takes; the rest is not read. Everything pointed to stays until the task is
- * done. */
+/* What the direct call of `coll` takes; the rest is not read. Everything pointed to stays until the task is done. */
 typedef struct NdArguments {
   int32_t coll;
   int32_t dtype;
@@ -280,17 +260,15 @@ ND_API int nd_run(NdGroup* group, const NdArguments* arguments);
 
 #define ND_FOREVER UINT64_MAX
 ND_API int nd_task_start(NdGroup* group, const NdArguments* arguments, NdTask** out);
-/* 0: done, and *code is what the call returned. -ETIMEDOUT: still running; each call has its own deadline
- * anyway. */
+/* 0: done, and *code is what the call returned. -ETIMEDOUT: still running; each call has its own deadline anyway. */
 ND_API int nd_task_wait(NdGroup* group, NdTask* task, uint64_t timeout_ns, int* code);
 /* -EBUSY while it runs. */
 ND_API int nd_task_free(NdGroup* group, NdTask* task);
 
 /* ==== messages between two ranks ==== */
 
-/* Messages of one sender with one tag arrive in order. A message nobody waits for yet is kept in the
- * receiver's heap, so a send completes whenever the receiver makes any call on messages, or has one in the
- * background. */
+/* Messages of one sender with one tag arrive in order. A message nobody waits for yet is kept in the receiver's heap,
+ * so a send completes whenever the receiver makes any call on messages, or has one in the background. */
 
 typedef struct NdRequest NdRequest;
 
@@ -308,8 +286,7 @@ ND_API int nd_message_poll(NdGroup* group, NdRequest* request, uint64_t timeout_
 ND_API int nd_message_test(NdGroup* group, NdRequest* request);
 /* Of a finished receive: who sent it, and how many bytes came. */
 ND_API int nd_message_source(NdRequest* request, uint64_t* bytes);
-/* A receive that nothing has come for is withdrawn; -EBUSY for other running requests, unless the group
- * failed. */
+/* A receive that nothing has come for is withdrawn; -EBUSY for other running requests, unless the group failed. */
 ND_API int nd_message_free(NdGroup* group, NdRequest* request);
 
 /* ==== the program's OpenMP threads ==== */
@@ -338,16 +315,15 @@ ND_API int nd_team_form(int* threads, int* fresh);
 ND_API int nd_skinny_linear(int isa, const void* x, const void* blob, const void* bias, void* y, size_t rows,
                             size_t n, size_t k, size_t width);
 
-/* The same in f32. blob: [ceil(n / width)][k][width], as oneDNN packs it; width: a multiple of 16 up to 64.
- */
+/* The same in f32. blob: [ceil(n / width)][k][width], as oneDNN packs it; width: a multiple of 16 up to 64. */
 ND_API int nd_skinny_linear_f32(int isa, const float* x, const float* blob, const float* bias, float* y,
                                 size_t rows, size_t n, size_t k, size_t width);
 
 /* The same on int8 weights with a scale a column: y = x * (scale * W)^T + bias, for any number of rows.
- * scale: f32 [n]. blob: [ceil(n / 64)][k / 2][128] bytes of sign (the top bit) and magnitude; a group of 128
- * holds inputs 2 i and 2 i + 1 of column c of a panel side by side, from byte
- * c / 32 * 64 + c % 16 / 4 * 16 + c % 32 / 16 * 8 + c % 4 * 2. fast: by vectors, where nd_int8_linear_runs();
- * else -EOPNOTSUPP. -EINVAL: an odd k. */
+ * scale: f32 [n]. blob: [ceil(n / 64)][k / 2][128] bytes of sign (the top bit) and magnitude; a group of 128 holds
+ * inputs 2 i and 2 i + 1 of column c of a panel side by side, from byte
+ *   c / 32 * 64 + c % 16 / 4 * 16 + c % 32 / 16 * 8 + c % 4 * 2
+ * fast: by vectors, where nd_int8_linear_runs(); else -EOPNOTSUPP. -EINVAL: an odd k. */
 #define ND_INT8_PANEL 64
 ND_API int nd_int8_linear_runs(void);
 ND_API int nd_int8_linear(int fast, const void* x, const void* blob, const float* scale, const void* bias,
@@ -355,9 +331,8 @@ ND_API int nd_int8_linear(int fast, const void* x, const void* blob, const float
 
 /* ==== the next token ==== */
 
-/* For every row of logits, f32 or bf16: the bits of its highest value as f32, and first + its index; of
- * equals the first, and a NaN before all. out [rows][2]; row_stride in elements. -EINVAL: another dtype, no
- * columns. */
+/* For every row of logits, f32 or bf16: the bits of its highest value as f32, and first + its index; of equals the
+ * first, and a NaN before all. out [rows][2]; row_stride in elements. -EINVAL: another dtype, no columns. */
 ND_API int nd_best(const void* logits, int dtype, size_t rows, size_t cols, size_t row_stride, int32_t first,
                    int32_t* out);
 
@@ -390,14 +365,13 @@ typedef struct NdAttention {
   float scale;
 } NdAttention;
 
-/* 1 if this CPU has a kernel for it. */
+/* 1 if this CPU has a kernel for it that nd_limit_isa allows. */
 ND_API int nd_attention_runs(void);
 ND_API size_t nd_attention_scratch(const NdAttention* sizes);
-/* out = softmax(scale * q k^T + mask) v in bf16; products and softmax in f32, the weights of more than one
- * query rounded to bf16. q, out: [batch, heads, queries, head_dim]. k, v: [batch, kv_heads, keys, head_dim].
- * mask: [batch, heads, queries, keys], true where a query may look, or what is added. A query that sees no
- * key gives zeros. scratch: nd_attention_scratch bytes. -EINVAL for sizes it does not take, -EOPNOTSUPP
- * without a kernel. */
+/* out = softmax(scale * q k^T + mask) v in bf16; products and softmax in f32, the weights of more than one query
+ * rounded to bf16. q, out: [batch, heads, queries, head_dim]. k, v: [batch, kv_heads, keys, head_dim].
+ * mask: [batch, heads, queries, keys], true where a query may look, or what is added. A query that sees no key gives
+ * zeros. scratch: nd_attention_scratch bytes. -EINVAL for sizes it does not take, -EOPNOTSUPP without a kernel. */
 ND_API int nd_attention(const NdAttention* sizes, const void* q, const void* k, const void* v,
                         const void* mask, void* out, void* scratch);
 /* The same in f32 of one query a head, on any CPU by the isa-th kernel; head_dim a multiple of 16, no mask of

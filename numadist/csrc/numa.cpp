@@ -62,8 +62,7 @@ int nd_touch(void* addr, size_t bytes) {
   const size_t page = page_size();
   if (pages.count == 0) return 0;
 #ifdef MADV_POPULATE_WRITE
-  // Reports a failed fault as an errno, where touching by hand would be a signal. Kernels before 5.14:
-  // EINVAL.
+  // Reports a failed fault as an errno, where touching by hand would be a signal. Kernels before 5.14: EINVAL.
   if (madvise(pages.first, pages.count * page, MADV_POPULATE_WRITE) == 0) return 0;
   if (errno != EINVAL) return -errno;
 #endif

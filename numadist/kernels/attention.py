@@ -1,7 +1,7 @@
 """`numadist::attention`: scaled dot product attention in bf16, by AVX512-BF16 products; of single queries also in f32.
 
 torch 2.13 multiplies bf16 attention in f32 where a CPU has no AMX, computes what a mask hides, and of a single query
-rearranges all keys first. csrc/attention.h, csrc/attention_one.h, csrc/attention_f32.h.
+rearranges all keys first. Its code: attention-inl.h, attention_one-inl.h and attention_f32-inl.h in csrc/kernels/.
 """
 
 import functools

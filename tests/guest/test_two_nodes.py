@@ -96,10 +96,6 @@ def test_each_ranks_part_of_the_segment_is_on_its_node(two_nodes):
     assert all(pages > 16 for pages in seen["segment_by_node"].values()), f"slots on both nodes: {seen}"
 
 
-def test_each_ranks_part_of_a_shared_region_is_on_its_node(two_nodes):
-    assert two_nodes["segment_pages"].only["region_nodes"] == [[0], [1]]
-
-
 def test_in_process_shards_are_on_the_node_of_their_threads(two_nodes):
     check = two_nodes["inprocess_pages"]
     assert check.exit_code == 0, check.stderr

@@ -26,9 +26,11 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
     folder = tmp_path_factory.mktemp("aarch64")
-    built = [folder / f"{source.stem}.o" for source in sorted(CSRC.glob("*.cpp"))]
+    sources = sorted(CSRC.rglob("*.cpp"))
+    built = [folder / f"{source.stem}.o" for source in sources]
     jobs = [
-        subprocess.Popen([COMPILER, *FLAGS, "-c", CSRC / f"{path.stem}.cpp", "-o", path]) for path in built
+        subprocess.Popen([COMPILER, *FLAGS, "-c", source, "-o", path])
+        for source, path in zip(sources, built, strict=True)
     ]
     assert [job.wait() for job in jobs] == [0] * len(jobs), "the core does not build for aarch64"
     return built

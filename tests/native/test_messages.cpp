@@ -157,8 +157,7 @@ void receive_from_a_closed_rank_is_lost() {
   });
 }
 
-// A poll that ends early leaves the group as it was; the receive can be taken back, and the message goes to
-// the next.
+// A poll that ends early leaves the group as it was; the receive can be taken back, and the message goes to the next.
 void receive_can_be_withdrawn() {
   run_ranks(2, [&](int rank, NdGroup* group) {
     int value = 5;

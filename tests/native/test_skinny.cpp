@@ -9,14 +9,14 @@
 #include "amx_tiles.h"
 #include "bf16.h"
 #include "harness.h"
-#include "skinny_call.h"
-#include "team.h"
+#include "kernels/skinny_call.h"
+#include "kernels/team.h"
 #include "team_of_threads.h"
 
 namespace {
 
 using nd::bf16_of_float, nd::float_of_bf16, nd::SkinnyCall;
-#include "skinny_amx.h"
+#include "kernels/skinny_amx-inl.h"
 
 using Linear = std::function<void(const SkinnyCall& call, size_t width)>;
 

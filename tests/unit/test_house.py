@@ -15,7 +15,7 @@ SOURCES = sorted(p for folder in PACKAGE_DIRS.values() for p in folder.rglob("*.
 ALL_PYTHON = sorted(
     [*SOURCES, *(p for d in ("tests", "benchmarks", "examples") for p in (ROOT / d).rglob("*.py"))]
 )
-NATIVE = sorted(p for p in (ROOT / "numadist" / "csrc").iterdir() if p.suffix in {".cpp", ".h"})
+NATIVE = sorted(p for p in (ROOT / "numadist" / "csrc").rglob("*") if p.suffix in {".cpp", ".h"})
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

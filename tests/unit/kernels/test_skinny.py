@@ -10,6 +10,9 @@ from numadist.lowering.packing import can_pack, use_skinny_linears
 
 # Whole panels and not, more panels than threads and fewer; whole blocks of 32 inputs and not.
 SHAPES = [(64, 2), (50, 66), (257, 130), (640, 192)]
+packs_bf16 = pytest.mark.skipif(
+    not can_pack(torch.bfloat16), reason="needs a CPU on which oneDNN packs weights in bf16"
+)
 
 
 def panels(w_NK, width):
@@ -80,9 +83,8 @@ def packed(w_NK):
     return torch.ops.mkldnn._reorder_linear_weight(w_NK, 128)
 
 
+@packs_bf16
 def test_a_layer_is_taken_only_if_its_packed_weights_have_the_layout():
-    if not can_pack(torch.bfloat16):
-        return  # only packed bf16 weights have a width, and here are none
     torch.manual_seed(0)
     w_NK = torch.randn(128, 64).bfloat16()
     # The same number of bytes in rows: only trying tells.
@@ -96,9 +98,8 @@ def test_a_layer_is_taken_only_if_its_packed_weights_have_the_layout():
             torch.testing.assert_close(seen.float(), wanted, rtol=4.1e-3, atol=1e-3)
 
 
+@packs_bf16
 def test_of_two_widths_with_as_many_bytes_the_one_that_onednn_packed_is_found(monkeypatch):
-    if not can_pack(torch.bfloat16):
-        return
     torch.manual_seed(0)
     blob = packed(torch.randn(128, 64).bfloat16())
     width = skinny.panel_width(blob)
@@ -106,9 +107,8 @@ def test_of_two_widths_with_as_many_bytes_the_one_that_onednn_packed_is_found(mo
     assert skinny.panel_width(blob) == width
 
 
+@packs_bf16
 def test_a_graph_uses_the_kernel_where_it_fits_and_gives_the_same():
-    if not can_pack(torch.bfloat16):
-        return
     torch.manual_seed(0)
     module = torch.nn.Module()
     module.register_buffer("packed", packed(torch.randn(128, 64).bfloat16()), persistent=False)

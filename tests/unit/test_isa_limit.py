@@ -1,0 +1,82 @@
+"""NUMADIST_MAX_ISA: what kernels of all kinds then run, and that those left are right. Each in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from numadist import _native
+
+HERE = _native.supported_isas()  # of these tests, which may be limited themselves
+WHAT_RUNS = "from numadist import _native; print(*_native.supported_isas())"
+RESULTS = """
+import torch
+from numadist import _native, _native_kernels as native
+from numadist._native import Dtype, Op
+from numadist.kernels import attention, int8
+
+torch.manual_seed(0)
+for dtype, code in [(torch.float32, Dtype.F32), (torch.bfloat16, Dtype.BF16)]:
+    a, b, total = torch.randn(1000).to(dtype), torch.randn(1000).to(dtype), torch.empty(1000, dtype=dtype)
+    _native.reduce_here(total.data_ptr(), [a.data_ptr(), b.data_ptr()], 1000, code, Op.SUM)
+    assert torch.equal(total, (a.float() + b.float()).to(dtype)), f"sum in {dtype}"
+
+x, w, y = torch.randn(3, 40), torch.randn(64, 40), torch.empty(3, 64)
+panels = w.t().contiguous()  # one panel of 64 columns
+code = _native.lib.nd_skinny_linear_f32(0, x.data_ptr(), panels.data_ptr(), None, y.data_ptr(), 3, 64, 40, 64)
+torch.testing.assert_close(y, x @ w.t(), msg=lambda text: f"skinny, code {code}: {text}")
+
+q, k, v = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 300, 64), torch.randn(1, 2, 300, 64)
+seen = torch.ops.numadist.attention(q, k, v, None, False, 0.125)
+wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+torch.testing.assert_close(seen, wanted, msg=lambda text: f"attention: {text}")
+
+has_bf16 = "avx512_bf16" in _native.supported_isas()
+assert native.attention_runs() == has_bf16
+assert attention.takes(64, torch.bfloat16, None) == has_bf16
+assert has_bf16 or not native.int8_linear_runs()
+assert has_bf16 or not int8.takes(64, torch.bfloat16)
+print(*_native.supported_isas())
+"""
+
+
+def run(code, limit):
+    environ = {**os.environ, "NUMADIST_MAX_ISA": limit, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+
+
+def allowed(limit):
+    """What of a list, best first, is no better than the limit."""
+    return [name for name in HERE if _native.ISAS.index(name) <= _native.ISAS.index(limit)]
+
+
+@pytest.mark.parametrize("limit", _native.ISAS)
+def test_no_better_instruction_set_is_listed_and_one_the_cpu_lacks_is_no_error(limit):
+    done = run(WHAT_RUNS, limit)
+    assert done.returncode == 0, done.stderr
+    seen = done.stdout.split()
+    # These tests may run under a lower limit than the process they start.
+    assert [name for name in seen if name in HERE] == allowed(limit), f"{limit}: {seen}"
+    assert all(_native.ISAS.index(name) <= _native.ISAS.index(limit) for name in seen), f"{limit}: {seen}"
+    assert seen[-1] == "portable"
+
+
+@pytest.mark.parametrize("limit", ["portable", "avx2", "avx512"])
+def test_kernels_obey_it_and_give_the_same(limit):
+    done = run(RESULTS, limit)
+    assert done.returncode == 0, done.stderr
+    assert _native.ISAS.index(done.stdout.split()[0]) <= _native.ISAS.index(limit), done.stdout
+
+
+@pytest.mark.parametrize("name", ["sse2", "AVX2", "avx5121"])
+def test_an_unknown_name_is_an_error_that_names_those_there_are(name):
+    done = run(WHAT_RUNS, name)
+    assert done.returncode != 0
+    said = f"ConfigError: NUMADIST_MAX_ISA is '{name}', which is none of {', '.join(_native.ISAS)}"
+    assert said in done.stderr, done.stderr
+
+
+def test_info_says_that_there_is_a_limit():
+    done = run("from numadist.cli import main; main(['info'])", "portable")
+    assert "instruction sets portable (at most portable, by NUMADIST_MAX_ISA)" in done.stdout, done.stderr
