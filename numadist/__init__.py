@@ -26,7 +26,6 @@ _PUBLIC = {
     "NativeError": "numadist.errors",
     "clone": "numadist.memory.tensors",
     "patch_clone": "numadist.memory.tensors",
-    "empty_shared": "numadist.comm.shared",
     "page_nodes": "numadist.memory.pages",
     "empty_parameters": "numadist.shard.fake",
     "explain": "numadist.shard.explain",

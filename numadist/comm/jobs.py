@@ -7,7 +7,6 @@ from torch import Tensor
 from numadist import _native
 from numadist._native import Arguments, Coll, Op, pointers
 from numadist.comm.dtypes import CODES, REDUCIBLE
-from numadist.comm.shared import Region
 from numadist.comm.tensors import Outputs, readable, same_dtype_and_size
 from numadist.comm.work import Job
 from numadist.errors import CommError
@@ -23,16 +22,13 @@ def reduction(x: Tensor, op: Op) -> tuple[int, int]:
     return code, x.numel() * width
 
 
-def in_place(coll: Coll, t: Tensor, op: Op, root: int = -1, region: Region | None = None) -> Job:
-    """all_reduce or reduce of t; region: the shared memory that an all_reduced t lies in."""
+def in_place(coll: Coll, t: Tensor, op: Op, root: int = -1) -> Job:
+    """all_reduce or reduce of t."""
     outputs = Outputs()
     x = outputs.writable(t, keep=True)
     dtype, count = reduction(x, op)
     arguments = Arguments(coll=coll, dtype=dtype, op=op, root=root, count=count)
     arguments.in_ = arguments.out = x.data_ptr()
-    if region is not None:
-        arguments.coll, arguments.root = Coll.ALL_REDUCE_SHARED, region.id_of(x.data_ptr())
-        arguments.outs = region.everybodys(x.data_ptr())
     return Job(arguments, [x], outputs.store)
 
 

@@ -120,9 +120,6 @@ class MachinesGroup(ShmGroup):
     def all_reduce_(self, t: Tensor, op: Op) -> None:
         self._run(BLOCKING, [jobs.in_place(Coll.ALL_REDUCE, t, op)], [t], op)
 
-    def broadcast_(self, t: Tensor, root: int) -> None:
-        self._run(BLOCKING, [jobs.broadcast(t, root)], [t])
-
     def all_reduce_fused(
         self,
         x: Tensor,

@@ -12,7 +12,6 @@ import contextlib
 import datetime
 import errno
 import functools
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,13 +29,11 @@ from numadist._native import Arguments, Coll, Op
 from numadist._native_replay import active as recorder
 from numadist._native_replay import address_of
 from numadist.comm import jobs, members, rows, segment, watch
-from numadist.comm.choose import SHARED_BYTES
 from numadist.comm.dtypes import CODES, OPS, PLAIN
 from numadist.comm.dynamo import hide_from_dynamo
 from numadist.comm.fused import all_reduce_fused
 from numadist.comm.monitor import monitored_barrier
 from numadist.comm.register import BACKEND
-from numadist.comm.shared import Region
 from numadist.comm.sparse import sum_sparse_
 from numadist.comm.tensors import Outputs, readable
 from numadist.comm.work import DONE, DoneWork, Job, MessageWork, PendingWork, TaskWork
@@ -74,7 +71,6 @@ class ShmGroup(dist.ProcessGroup):
         world: int,
         timeout_s: float,
         store: dist.Store,
-        nodes: list[list[int]] | None = None,
     ):
         super().__init__(rank, world)  # type: ignore[call-arg]
         self._handle: int | None = handle
@@ -82,14 +78,11 @@ class ShmGroup(dist.ProcessGroup):
         self._world = world
         self._timeout_s = timeout_s
         self._store = store
-        self.nodes = nodes  # memory nodes of each rank, where numarun says them
         self._name = ""
         self._desc = ""
         self._outstanding: deque[PendingWork] = deque()
         self._num_monitored = 0
-        self._num_regions = 0
         self._num_splits = 0
-        self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
 
     # ---- what torch asks of a group -----------------------------------------------------------------------
 
@@ -210,10 +203,10 @@ class ShmGroup(dist.ProcessGroup):
         # The way of nearly all calls, kept short: decode makes thousands a second of a few microseconds each.
         dtype = PLAIN.get(t.dtype)
         address = t.data_ptr() if t.is_cpu and t.layout is torch.strided else 1
-        if dtype is None or address & 7 or self._regions or not t.is_contiguous() or t.is_neg():
+        if dtype is None or address & 7 or not t.is_contiguous() or t.is_neg():
             if (found := recorder()) is not None:
-                found.refused = "an all-reduce in a shared region, or of other than plain numbers in order"
-            self._run(BLOCKING, [jobs.in_place(Coll.ALL_REDUCE, t, op, region=self._region_of(t))], [t], op)
+                found.refused = "an all-reduce of other than plain numbers in order"
+            self._run(BLOCKING, [jobs.in_place(Coll.ALL_REDUCE, t, op)], [t], op)
             return
         args = self._core(), address, address, t.numel(), dtype, int(op)
         if (found := recorder()) is not None:
@@ -228,10 +221,6 @@ class ShmGroup(dist.ProcessGroup):
     def all_reduce_fused(self, x: Tensor, out: Tensor, **epilogue: Any) -> None:
         """all_reduce with bias, residual and norm, see numadist.comm.fused.all_reduce_fused."""
         self._check(all_reduce_fused(self._core(), x, out, **epilogue), x, Op.SUM)
-
-    def broadcast_(self, t: Tensor, root: int) -> None:
-        """A blocking broadcast of a contiguous tensor."""
-        self._check(_lib.nd_broadcast(self._core(), t.data_ptr(), t.nbytes, CODES[t.dtype], root))
 
     def reduce_scatter_(self, out: Tensor, x: Tensor) -> None:
         """out = this rank's part, an R-th, of the sum of x over the ranks."""
@@ -259,7 +248,7 @@ class ShmGroup(dist.ProcessGroup):
             for t in tensors:
                 self.all_reduce_(t, op)
             return DONE
-        todo = [jobs.in_place(Coll.ALL_REDUCE, t, op, region=self._region_of(t)) for t in tensors]
+        todo = [jobs.in_place(Coll.ALL_REDUCE, t, op) for t in tensors]
         return self._run(opts, todo, tensors, op)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
@@ -389,19 +378,6 @@ class ShmGroup(dist.ProcessGroup):
         self._run(BLOCKING, [jobs.all_gather(outs, x)], [])
         return outs
 
-    def add_region(self, region: Region) -> None:
-        """Let all_reduce know of shared memory, as long as a tensor keeps it."""
-        self._regions.add(region)
-
-    def next_region(self) -> int:
-        self._num_regions += 1
-        return self._num_regions
-
-    def _region_of(self, x: Tensor) -> Region | None:
-        if not self._regions or x.nbytes < SHARED_BYTES:
-            return None
-        return next((r for r in self._regions if r.holds(x.data_ptr(), x.nbytes)), None)
-
     def _core(self) -> int:
         if self._handle is None:
             raise CommError(
@@ -462,7 +438,7 @@ def connect(store: dist.Store, rank: int, world: int, timeout_s: float) -> ShmGr
     machines = members.machines_of(everybody)
     if len(machines) == 1:
         handle = segment.open_group(store, range(world), rank, everybody, timeout_s)
-        return ShmGroup(handle, rank, world, timeout_s, store, segment.nodes_of(everybody))
+        return ShmGroup(handle, rank, world, timeout_s, store)
     from numadist.comm.machines import MachinesGroup
 
     mine = next(ranks for ranks in machines if rank in ranks)
