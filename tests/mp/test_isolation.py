@@ -98,8 +98,7 @@ def test_pid_namespaces_named_as_machines_talk_over_gloo():
 
 def become(user):
     # The user may not be able to read the interpreter's folders.
-    import numadist.comm.ops
-    import numadist.comm.process_group  # noqa: F401
+    import numadist.comm.connect  # noqa: F401
 
     os.setgroups([])
     os.setgid(user)
@@ -185,14 +184,14 @@ def test_a_segment_that_does_not_fit_is_told_to_all_ranks():
 
 def join_and_die(rank, world, path, dies):
     """Rank `dies` tells the others that it is there, and no more."""
-    from numadist.comm import members, process_group
+    from numadist.comm import connect, members
 
     store = dist.FileStore(path, world)
     if rank == dies:
         members.meet(store, rank, world, 60.0)
         os._exit(1)
     try:
-        process_group.connect(store, rank, world, 60.0)
+        connect.connect(store, rank, world, 60.0)
     except CommError as error:
         return type(error).__name__, str(error), time.monotonic()
 
