@@ -38,7 +38,7 @@ def reduction(x: Tensor, op: Op) -> tuple[int, int]:
 
 
 def in_place(coll: Coll, t: Tensor, op: Op, root: int = -1) -> CollectiveCall:
-    """all_reduce or reduce of t."""
+    """An all_reduce or reduce of t, which gets the result."""
     outputs = StagedOutputs()
     x = outputs.writable(t, keep=True)
     dtype, count = reduction(x, op)
@@ -48,6 +48,7 @@ def in_place(coll: Coll, t: Tensor, op: Op, root: int = -1) -> CollectiveCall:
 
 
 def broadcast(t: Tensor, root: int) -> CollectiveCall:
+    """t on every rank = t on the root."""
     outputs = StagedOutputs()
     x = outputs.writable(t, keep=True)
     arguments = Arguments(coll=Coll.BROADCAST, dtype=CODES[x.dtype], root=root, count=x.nbytes)
@@ -126,7 +127,7 @@ def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], world: int) 
 def all_to_all_single(
     output: Tensor, t: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], world: int
 ) -> CollectiveCall:
-    """Splits count rows (dimension 0); an empty list is an even split."""
+    """all_to_all of rows (dimension 0): the splits count them; an empty list is an even split."""
     staged = StagedOutputs()
     y, x = staged.writable(output), readable(t)
     call = all_to_all(_rows("output", y, out_splits, world), _rows("input", x, in_splits, world), world)

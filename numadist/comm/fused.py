@@ -1,4 +1,4 @@
-"""all_reduce together with what follows it in a transformer: bias, residual, norm; one pass over the data."""
+"""all_reduce together with what follows it in a transformer: bias, residual and norm, in one pass over the data."""
 
 from typing import NamedTuple
 
@@ -28,9 +28,9 @@ class AfterSum(NamedTuple):
 
 
 def all_reduce_fused(handle: int, x: Tensor, out: Tensor, after: AfterSum) -> int:
-    """Sum x over the ranks of a handle of the core and finish it into out, in one pass; the core's code.
+    """Sum x over the ranks of a handle of the core and finish it into out, in one pass.
 
-    Shapes: x, out [..., D]. All tensors are of one dtype: f32, bf16 or f16.
+    Returns the core's code. Shapes: x, out [..., D]. All tensors are of one dtype: f32, bf16 or f16.
     All arithmetic is f32, with one rounding where a result is stored; the norm reads the rounded y.
     Raises: CommError for tensors that do not fit.
     """

@@ -50,7 +50,7 @@ DONE = DoneWork([])
 
 
 class PendingWork(Work):
-    """A call under way. Subclasses ask the core; finishing happens once, on whichever thread sees it done."""
+    """A call under way. Subclasses know whom to ask; whichever thread first sees the call done finishes it, once."""
 
     def __init__(self, result: list[Any], finish: Callable[[], None]):
         super().__init__()
@@ -63,7 +63,7 @@ class PendingWork(Work):
         self._future_lock = threading.Lock()
 
     def _poll(self, timeout_ns: int) -> Exception | bool:
-        """True: done, False: not within the time (0: just look), an exception: failed."""
+        """True if the call is done, False if it was not within the time (0 asks without waiting), or why it failed."""
         raise NotImplementedError
 
     def _advance(self, timeout_ns: int) -> bool:
@@ -141,7 +141,7 @@ class PendingWork(Work):
 
 
 class CollectiveWork(PendingWork):
-    """Collectives made one after the other in the background; done when all are."""
+    """Collectives that are made one after the other in the background; the work is done when all are."""
 
     def __init__(self, calls: list[CollectiveCall], result: list[Any]):
         super().__init__(result, self._copy_back)
