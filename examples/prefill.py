@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import numadist
 from numadist import models
-from numadist.comm.process_group import stats
+from numadist.comm.registry import stats
 from numadist.compare.worker import Job, Worker
 from numadist.config import config
 from numadist.topology.cpuset import parse_list

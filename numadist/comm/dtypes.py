@@ -24,8 +24,8 @@ REDUCIBLE: dict[torch.dtype, tuple[Dtype, int]] = {
     torch.complex128: (Dtype.F64, 2),
 }
 
-# Those whose element is one of the core's. Plain ints: ctypes takes an IntEnum three times slower.
-PLAIN = {dtype: int(code) for dtype, (code, width) in REDUCIBLE.items() if width == 1}
+# Those whose element is one of the core's, so all but complex. Plain ints: ctypes takes an IntEnum three times slower.
+REAL_CODES = {dtype: int(code) for dtype, (code, width) in REDUCIBLE.items() if width == 1}
 
 OPS: dict[ReduceOp.RedOpType, Op] = {
     ReduceOp.SUM: Op.SUM,

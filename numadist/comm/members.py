@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from numadist.config import config
 from numadist.errors import CollectiveTimeout

@@ -3,17 +3,16 @@
 from typing import Any
 
 from numadist.binding import warn_if_narrowed
+from numadist.comm import BACKEND
 from numadist.config import config
 from numadist.log import get_logger
 
 log = get_logger(__name__)
 
-BACKEND = "numa"
-
 
 def create_process_group(options: Any, backend_options: Any) -> Any:
     """torch's creator function. The import is late so that `import torch` stays cheap."""
-    from numadist.comm.process_group import create
+    from numadist.comm.connect import create
 
     return create(options, backend_options)
 

@@ -7,15 +7,16 @@ import os
 import secrets
 import select
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from numadist import _native, errors
-from numadist.comm.choose import one_shot_bytes
+from numadist.comm.algorithms import one_shot_bytes
+from numadist.comm.failures import STALE_HINT, error_of
 from numadist.comm.members import Member
-from numadist.comm.watch import STALE_HINT, error_of
 from numadist.config import config
 from numadist.errors import CommError, PeerLost
 from numadist.log import get_logger
@@ -56,7 +57,7 @@ def _open(fd: int, local_rank: int, world: int, nonce: int, timeout_ns: int) -> 
     return _native.open_group(fd, local_rank, world, nonce, timeout_ns, config().spin_us * 1000)
 
 
-def _open_published(place: dict, local_rank: int, world: int, timeout_ns: int) -> int:
+def _open_published(place: dict[str, Any], local_rank: int, world: int, timeout_ns: int) -> int:
     """Handle on a published segment. Raises: OSError if it is stale or out of reach."""
     fd = os.open(f"/proc/{place['pid']}/fd/{place['fd']}", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -155,14 +156,17 @@ def _open_when_published(
             time.sleep(0.002)
 
 
-def _published(store: Store, ranks: Sequence[int], first: Member, until: float, is_gone) -> dict:
+def _published(
+    store: Store, ranks: Sequence[int], first: Member, until: float, is_gone: Callable[[], bool]
+) -> dict[str, Any]:
     """What the first rank published. Raises: PeerLost when it died before; what the store raises at the end."""
     key = key_of(ranks)
     while True:
         left_s = max(until - time.monotonic(), 0.001)
         try:
             store.wait([key], timedelta(seconds=min(POLL_S, left_s)))
-            return json.loads(store.get(key))
+            place: dict[str, Any] = json.loads(store.get(key))
+            return place
         except RuntimeError:  # each kind of store has its own
             if is_gone():
                 raise PeerLost(
@@ -173,7 +177,7 @@ def _published(store: Store, ranks: Sequence[int], first: Member, until: float, 
 
 
 @contextlib.contextmanager
-def _watched(pid: int) -> Iterator:
+def _watched(pid: int) -> Iterator[Callable[[], bool]]:
     """A function that tells whether a process has ended."""
     try:
         fd = os.pidfd_open(pid)

@@ -26,8 +26,8 @@ def readable(t: Tensor) -> Tensor:
     return t if _fits(t) else t.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
 
 
-class Outputs:
-    """Where results go: straight into the tensors that fit, by way of a contiguous one into the others."""
+class StagedOutputs:
+    """Where results go: straight into the tensors that fit, by way of a contiguous copy into the others."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -44,7 +44,7 @@ class Outputs:
         self._copies.append((t, staged))
         return staged
 
-    def store(self) -> None:
+    def copy_back(self) -> None:
         """Copy staged results to where they belong."""
         for t, staged in self._copies:
             t.copy_(staged)

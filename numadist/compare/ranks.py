@@ -69,7 +69,7 @@ class Rank:
         """Seconds in all-reduces and, of them, waiting; Gloo does not count them."""
         if self.variant.backend != "numa":
             return 0.0, 0.0
-        from numadist.comm.process_group import stats
+        from numadist.comm.registry import stats
 
         counted = stats(reset=reset)
         return counted.total_ns / 1e9, counted.wait_ns / 1e9

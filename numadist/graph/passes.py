@@ -1,7 +1,7 @@
 """What a pass over a graph is: a rewrite that says which facts it needs and which it leaves.
 
-The passes themselves are listed in one place, numadist/pipeline/passes.py. Outside of tests the facts are documentation;
-tests switch `checking` on, and every run then looks at the graph before and after each pass.
+The passes themselves are listed in one place, numadist/pipeline/passes.py. Outside of tests the facts are
+documentation; tests switch `checking` on, and every run then looks at the graph before and after each pass.
 """
 
 import contextlib

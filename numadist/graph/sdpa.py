@@ -1,4 +1,4 @@
-"""Questions about attention in a graph: scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal)."""
+"""Questions about attention in a graph: sdpa(query, key, value, attn_mask, dropout_p, is_causal)."""
 
 from dataclasses import dataclass
 

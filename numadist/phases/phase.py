@@ -18,7 +18,7 @@ from functools import cache
 import torch
 
 from numadist import _native
-from numadist.comm.process_group import num_open
+from numadist.comm.registry import num_open
 from numadist.config import config
 from numadist.errors import PlanError
 from numadist.log import get_logger

@@ -1,7 +1,7 @@
 """Every pass over a graph, in order. What a fact means: numadist/graph/facts.py.
 
-A model is captured (CAPTURE; for generation also STEP) and planned; sharding/apply.py then makes one rank's graph of it.
-For compilation that graph goes through INFERENCE, or for generation through PACKED and, in a copy that decodes, DECODE.
+A model is captured (CAPTURE; for generation also STEP) and planned; sharding/apply.py makes one rank's graph of it. For
+compilation that graph goes through INFERENCE, or for generation through PACKED and, in a copy that decodes, DECODE.
 """
 
 from numadist.graph import facts

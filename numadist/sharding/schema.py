@@ -28,7 +28,8 @@ GATHERED_OUTPUT = "gathered output"
 class Block:
     """One sharded block. `values` of an op that returns a list are keyed `name.index`."""
 
-    kind: str  # attention | gated mlp | mlp | experts | vocabulary | gathered output: for people, read off the ops inside
+    # attention | gated mlp | mlp | experts | vocabulary | gathered output: for people, read off the ops inside
+    kind: str
     module: str  # path of the innermost module that holds the whole block
     sink: str | None  # row-parallel layer: its output is partial; none in a vocabulary block
     columns: list[str]  # column-parallel layers

@@ -1,5 +1,7 @@
 """Machines we do not have, from one line: `synthetic("package:2 node:2 core:8 cpu:2")`."""
 
+from collections.abc import Iterable
+
 from numadist.errors import TopologyError
 from numadist.topology.machine import Core, Machine, Node, Package
 
@@ -46,7 +48,7 @@ def synthetic(text: str) -> Machine:
     )
 
 
-def _cpus(cores) -> tuple[int, ...]:
+def _cpus(cores: Iterable[Core]) -> tuple[int, ...]:
     return tuple(sorted(cpu for core in cores for cpu in core.cpus))
 
 

@@ -7,7 +7,7 @@ Idea of tree, group and remove: arXiv 2507.18454; exact semantics and keys are o
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -187,7 +187,7 @@ def _check_depth(tree: TopoTree, depth: int) -> None:
         raise TopologyError(f"depth must be 1..{len(tree.kinds) - 1}, got {depth}")
 
 
-def _at(node: TopoNode, depth: int, change) -> TopoNode:
+def _at(node: TopoNode, depth: int, change: Callable[[TopoNode], TopoNode]) -> TopoNode:
     if depth == 0:
         return change(node)
     return replace(node, children=tuple(_at(child, depth - 1, change) for child in node.children))

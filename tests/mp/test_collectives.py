@@ -259,7 +259,7 @@ def test_overlapping_subgroups(pool):
 
 
 def check_stats(rank, world):
-    from numadist.comm.process_group import stats
+    from numadist.comm.registry import stats
 
     stats(reset=True)
     for _ in range(5):

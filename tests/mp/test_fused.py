@@ -1,13 +1,11 @@
-"""Operators for compiled graphs: all_reduce with residual and norm in one pass, reduce_scatter, all_gather; sums of
-tensors in shared memory."""
+"""Operators for compiled graphs: all_reduce with residual and norm in one pass, reduce_scatter, all_gather."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-import numadist
-from numadist.errors import CollectiveMismatch, CommError
+from numadist.errors import CommError
 
 pytestmark = pytest.mark.mp
 
@@ -134,70 +132,3 @@ def check_scatter_refuses(rank, world):
 
 def test_rows_that_do_not_split_are_a_clear_error(pool):
     pool.run(check_scatter_refuses)
-
-
-def check_shared(rank, world, dtype):
-    for n in (1000, 16385, 300007):
-        shared = numadist.empty_shared((n,), dtype)
-        assert not shared.any(), "starts as zeros"
-        x = torch.randn(n, generator=torch.Generator().manual_seed(rank)).to(dtype)
-        plain = x.clone()
-        dist.all_reduce(plain)
-        for async_op in (False, True):
-            shared.copy_(x)
-            work = dist.all_reduce(shared, async_op=async_op)
-            if async_op:
-                work.wait()
-            assert torch.equal(shared, plain), f"{n} elements, async {async_op}"
-        part = shared[n // 2 :]
-        part.copy_(x[n // 2 :])
-        dist.all_reduce(part)
-        assert torch.equal(part, plain[n // 2 :]), f"view of {n} elements"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_sum_of_shared_tensors_has_the_bits_of_plain_ones(pool, dtype):
-    pool.run(check_shared, dtype)
-
-
-def check_shared_freed(rank, world):
-    import gc
-
-    def regions():
-        gc.collect()
-        with open("/proc/self/maps") as maps:
-            return sum("numadist-region" in line for line in maps)
-
-    before = regions()
-    shared = numadist.empty_shared((100000,), torch.float32)
-    assert regions() > before
-    view = shared[5:]
-    del shared
-    assert regions() > before, "a view keeps the region"
-    del view
-    assert regions() == before
-
-
-def test_shared_memory_goes_with_its_last_view(pool):
-    pool.run(check_shared_freed)
-
-
-def check_shared_sizes(rank, world):
-    with pytest.raises(CommError, match="this rank asked for"):
-        numadist.empty_shared((1000 if rank == 0 else 5000,), torch.float32)
-    dist.barrier()
-
-
-def test_different_sizes_are_refused_on_every_rank_that_differs(pool):
-    pool.run(check_shared_sizes)
-
-
-def check_other_shared_tensor(rank, world):
-    group = dist.new_group()
-    a, b = (numadist.empty_shared((50000,), torch.float32, group) for _ in range(2))
-    with pytest.raises(CollectiveMismatch, match="shared tensor"):
-        dist.all_reduce(a if rank == 0 else b, group=group)
-
-
-def test_another_shared_tensor_is_a_mismatch(pool):
-    pool.run(check_other_shared_tensor)

@@ -80,7 +80,7 @@ def check_replay(rank, world):
 
     import numadist
     from numadist import models
-    from numadist.comm.process_group import find
+    from numadist.comm.registry import find
     from numadist.lowering.recorded_step import ReplayedStep
 
     model = models.build("gpt2-tiny", torch.bfloat16, n_head=3, n_layer=1, initializer_range=0.4)

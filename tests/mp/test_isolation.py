@@ -57,12 +57,9 @@ def small_shm_of_ones_own(rank):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm"], check=True)
 
 
-def large_shared_tensor(rank, world):
-    from numadist.comm.shared import empty_shared
-
+def large_sum(rank, world):
     assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
-    x = empty_shared((24 << 20,), torch.float32)  # 96 MiB
-    x.fill_(rank + 1)
+    x = torch.full((24 << 20,), rank + 1.0)  # 96 MiB
     dist.all_reduce(x)
     return x.min().item(), x.max().item()
 
@@ -70,7 +67,7 @@ def large_shared_tensor(rank, world):
 def test_ranks_in_mount_and_network_namespaces_of_their_own_with_64_mb_of_shm():
     with ranks(2, prepare=small_shm_of_ones_own) as pool:
         assert pool.run(sum_and_message) == [([3.0], 1.0), ([3.0], 0.0)]
-        assert pool.run(large_shared_tensor) == [(3.0, 3.0)] * 2
+        assert pool.run(large_sum) == [(3.0, 3.0)] * 2
 
 
 def pid_namespace_of_ones_own(rank):
@@ -101,8 +98,7 @@ def test_pid_namespaces_named_as_machines_talk_over_gloo():
 
 def become(user):
     # The user may not be able to read the interpreter's folders.
-    import numadist.comm.ops
-    import numadist.comm.process_group  # noqa: F401
+    import numadist.comm.connect  # noqa: F401
 
     os.setgroups([])
     os.setgid(user)
@@ -186,32 +182,16 @@ def test_a_segment_that_does_not_fit_is_told_to_all_ranks():
             assert "cannot make a shared segment for 2 ranks: File too large" in text, f"rank {rank}: {text}"
 
 
-def limit_and_share(rank, world):
-    from numadist.comm.shared import empty_shared
-
-    if rank == 0:
-        small_files_on_rank_0(rank)
-    empty_shared((1 << 20,), torch.float32)
-
-
-def test_a_shared_tensor_that_does_not_fit_is_told_to_all_ranks():
-    with ranks(2) as pool:
-        for kind, text, _ in pool.run(outcome, limit_and_share):
-            assert kind == CommError.__name__
-            assert "no shared region of 4194304 bytes a rank for 2 ranks: File too large" in text
-        assert pool.run(sum_and_message) == [([3.0], 1.0), ([3.0], 0.0)], "the group goes on"
-
-
 def join_and_die(rank, world, path, dies):
     """Rank `dies` tells the others that it is there, and no more."""
-    from numadist.comm import members, process_group
+    from numadist.comm import connect, members
 
     store = dist.FileStore(path, world)
     if rank == dies:
         members.meet(store, rank, world, 60.0)
         os._exit(1)
     try:
-        process_group.connect(store, rank, world, 60.0)
+        connect.connect(store, rank, world, 60.0)
     except CommError as error:
         return type(error).__name__, str(error), time.monotonic()
 

@@ -144,7 +144,7 @@ def test_backend_numa_stands_in_for_gloo(tmp_path, asked):
     plain = results(["script.py", *asked], tmp_path)
     ours = results(["--backend", "numa", "script.py", *asked], tmp_path)
     assert all("torch.distributed" in text or "torch._C" in text for text in plain), plain
-    assert [text.split()[2:4] for text in ours] == [["numadist.comm.process_group"] * 2] * 2
+    assert [text.split()[2:4] for text in ours] == [["numadist.comm.shm_group"] * 2] * 2
     # The sums and the name the script sees are the same.
     assert [text.split()[4:] for text in ours] == [text.split()[4:] for text in plain]
 
@@ -160,4 +160,4 @@ def test_ddp_script_gives_the_same_losses_on_backend_numa_and_under_torchrun(tmp
 def test_torchrun_runs_our_backend(tmp_path):
     (tmp_path / "script.py").write_text(WHICH)
     seen = torchrun_results(["script.py", "numa"], tmp_path)
-    assert [text.split()[2:4] for text in seen] == [["numadist.comm.process_group"] * 2] * 2
+    assert [text.split()[2:4] for text in seen] == [["numadist.comm.shm_group"] * 2] * 2

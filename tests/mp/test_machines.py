@@ -136,8 +136,24 @@ def check_fused(rank, world):
     torch.testing.assert_close(out, torch.nn.functional.rms_norm(y, (4,), weight, 1e-6))
 
 
+def check_num_open(rank, world):
+    from numadist.comm.registry import num_open
+
+    other, x = dist.new_group(), torch.ones(3)
+    if rank == 0:
+        work = dist.all_reduce(x, group=other, async_op=True)
+        assert num_open() == 1, "the others have not come"
+    dist.barrier()
+    if rank != 0:
+        dist.all_reduce(x, group=other)
+    else:
+        work.wait()
+        assert num_open() == 0
+    dist.destroy_process_group(other)
+
+
 @pytest.mark.parametrize(
-    "check", [check_reductions, check_movers, check_messages_and_background, check_fused]
+    "check", [check_reductions, check_movers, check_messages_and_background, check_fused, check_num_open]
 )
 def test_calls_over_machines(pool, check):
     pool.run(check)

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from numadist.comm.tensors import Outputs, readable
+from numadist.comm.tensors import StagedOutputs, readable
 from numadist.errors import CommError
 
 
 def test_contiguous_tensor_is_used_as_it_is():
     x = torch.arange(6.0)
     assert readable(x) is x
-    assert Outputs().writable(x) is x
+    assert StagedOutputs().writable(x) is x
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def test_other_tensors_are_read_by_a_copy_of_equal_values(make):
 
 def test_staged_output_is_stored_where_it_belongs():
     whole = torch.zeros(4, 2)
-    outputs = Outputs()
+    outputs = StagedOutputs()
     staged = outputs.writable(whole[:, 0], keep=True)
     staged += 3
-    outputs.store()
+    outputs.copy_back()
     assert torch.equal(whole, torch.tensor([[3.0, 0.0]] * 4))
 
 
@@ -49,4 +49,4 @@ def test_tensors_without_plain_memory_are_refused(x):
     with pytest.raises(CommError, match="dense CPU tensors"):
         readable(x)
     with pytest.raises(CommError, match="dense CPU tensors"):
-        Outputs().writable(x)
+        StagedOutputs().writable(x)

@@ -9,7 +9,6 @@ import errno
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,16 +16,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from numadist import _native
+from numadist.comm.collective_calls import CollectiveCall
 from numadist.errors import CollectiveMismatch, CollectiveTimeout
-
-
-@dataclass
-class Job:
-    """One collective for the core: its arguments, what they point to, and what to do when it is done."""
-
-    arguments: _native.Arguments
-    keep: list[Any] = field(default_factory=list)
-    store: Callable[[], None] = lambda: None
 
 
 class DoneWork(Work):
@@ -45,8 +36,8 @@ class DoneWork(Work):
     def is_success(self) -> bool:
         return True
 
-    def get_future(self) -> torch.futures.Future:
-        future: torch.futures.Future = torch.futures.Future()
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._result)
         return future
 
@@ -59,20 +50,20 @@ DONE = DoneWork([])
 
 
 class PendingWork(Work):
-    """A call under way. Subclasses ask the core; finishing happens once, on whichever thread sees it done."""
+    """A call under way. Subclasses know whom to ask; whichever thread first sees the call done finishes it, once."""
 
     def __init__(self, result: list[Any], finish: Callable[[], None]):
         super().__init__()
         self._result = result
         self._finish: Callable[[], None] | None = finish
         self._error: Exception | None = None
-        self._future: torch.futures.Future | None = None
+        self._future: torch.futures.Future[Any] | None = None
         self._done = False
         self._poll_lock = threading.RLock()  # held while the core is asked, possibly for long
         self._future_lock = threading.Lock()
 
     def _poll(self, timeout_ns: int) -> Exception | bool:
-        """True: done, False: not within the time (0: just look), an exception: failed."""
+        """True if the call is done, False if it was not within the time (0 asks without waiting), or why it failed."""
         raise NotImplementedError
 
     def _advance(self, timeout_ns: int) -> bool:
@@ -103,7 +94,7 @@ class PendingWork(Work):
         if future is not None:
             self._settle(future)
 
-    def _settle(self, future: torch.futures.Future) -> None:
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
         if self._error is not None:
             future.set_exception(self._error)
         else:
@@ -136,7 +127,7 @@ class PendingWork(Work):
         self.wait()
         return self._result
 
-    def get_future(self) -> torch.futures.Future:
+    def get_future(self) -> torch.futures.Future[Any]:
         with self._future_lock:
             if self._future is not None:
                 return self._future
@@ -149,27 +140,34 @@ class PendingWork(Work):
         return future
 
 
-class TaskWork(PendingWork):
-    """Collectives that the group's worker thread runs one after the other; done when all are."""
+class CollectiveWork(PendingWork):
+    """Collectives that are made one after the other in the background; the work is done when all are."""
+
+    def __init__(self, calls: list[CollectiveCall], result: list[Any]):
+        super().__init__(result, self._copy_back)
+        self._calls = calls
+
+    def _copy_back(self) -> None:
+        for call in self._calls:
+            call.copy_back()
+        self._calls = []
+
+
+class TaskWork(CollectiveWork):
+    """Collectives on the worker thread that the core keeps for a group."""
 
     def __init__(
         self,
         handle: int,
-        jobs: list[Job],
+        calls: list[CollectiveCall],
         error_of: Callable[[int], Exception],
         result: list[Any],
     ):
-        super().__init__(result, self._store_results)
+        super().__init__(calls, result)
         self._handle = handle
-        self._jobs = jobs
         self._error_of = error_of
-        self._tasks = [_native.start(handle, job.arguments) for job in jobs]
+        self._tasks = [_native.start(handle, call.arguments) for call in calls]
         self._first_error: Exception | None = None
-
-    def _store_results(self) -> None:
-        for job in self._jobs:
-            job.store()
-        self._jobs = []
 
     def _poll(self, timeout_ns: int) -> Exception | bool:
         while self._tasks:

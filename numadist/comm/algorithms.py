@@ -7,9 +7,6 @@ from numadist.config import config
 # From benchmarks/all_reduce.py on two cores, where ranks share cores; a real server wants its own run.
 ONE_SHOT_BYTES = {3: 32 << 10, 5: 16 << 10, 9: 8 << 10}
 
-# Tensors of empty_shared from so many bytes on are summed where they are; below, two waits cost more than the copy.
-SHARED_BYTES = 64 << 10
-
 
 def one_shot_bytes(world: int) -> int:
     """The largest message of the one-shot algorithm; NUMADIST_ONE_SHOT_BYTES overrides the table."""

@@ -3,7 +3,7 @@
 import pytest
 
 from numadist import config
-from numadist.comm import choose
+from numadist.comm import algorithms
 
 
 @pytest.fixture
@@ -30,11 +30,11 @@ def set_one_shot(monkeypatch):
 )
 def test_algorithm_follows_the_table(set_one_shot, world, num_bytes, name):
     set_one_shot(-1)
-    assert choose.algorithm(world, num_bytes) == name
+    assert algorithms.algorithm(world, num_bytes) == name
 
 
 def test_environment_overrides_the_table(set_one_shot):
     set_one_shot(0)
-    assert choose.algorithm(3, 1) == "two-shot"
+    assert algorithms.algorithm(3, 1) == "two-shot"
     set_one_shot(1 << 20)
-    assert choose.algorithm(3, 1 << 20) == "one-shot"
+    assert algorithms.algorithm(3, 1 << 20) == "one-shot"

@@ -9,13 +9,12 @@ from numadist.comm.dtypes import NAMES
 from numadist.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost
 
 _SHOWN_CALLS = 4
-REDUCING = {Coll.ALL_REDUCE, Coll.REDUCE_SCATTER, Coll.REDUCE, Coll.ALL_REDUCE_FUSED, Coll.ALL_REDUCE_SHARED}
+REDUCING = {Coll.ALL_REDUCE, Coll.REDUCE_SCATTER, Coll.REDUCE, Coll.ALL_REDUCE_FUSED}
 # What a call's `root` says.
 _ROOT_IS = dict.fromkeys((Coll.BROADCAST, Coll.SCATTER, Coll.GATHER, Coll.REDUCE), "root") | {
     Coll.SEND: "to",
     Coll.RECV: "from",
     Coll.ALL_REDUCE_FUSED: "rows of",
-    Coll.ALL_REDUCE_SHARED: "shared tensor",
 }
 
 # For a rank that is missing before the group was made.

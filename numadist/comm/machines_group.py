@@ -4,8 +4,6 @@ Legend: M machines, L lanes. Lane i joins the ranks with local number i of all m
 smallest machine. A message is cut in L parts, so that all ranks of a machine carry it to the other machines at once.
 """
 
-# mypy: disable-error-code="override"
-
 import contextlib
 import datetime
 import errno
@@ -16,21 +14,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroupGloo, Work
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from numadist import _native
-from numadist._native import Arguments, Call, Coll, Norm, Op
-from numadist.comm import jobs, watch
-from numadist.comm.dtypes import PLAIN
+from numadist._native import Arguments, Call, Coll, Op
+from numadist.comm import failures
+from numadist.comm.base import Connect, NumaGroup
+from numadist.comm.collective_calls import CollectiveCall
+from numadist.comm.dtypes import REAL_CODES
 from numadist.comm.dynamo import hide_from_dynamo
-from numadist.comm.process_group import BLOCKING, ShmGroup
 from numadist.comm.tensors import readable
-from numadist.comm.work import DONE, Job, PendingWork
+from numadist.comm.works import CollectiveWork
 from numadist.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost
 
-_DTYPES = {code: dtype for dtype, code in PLAIN.items()}
+_DTYPES = {code: dtype for dtype, code in REAL_CODES.items()}
 _ITEM_BYTES = {code: dtype.itemsize for code, dtype in _DTYPES.items()}
 _GLOO_LOST = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|timed out connecting")
 _GLOO_LATE = re.compile(r"[Tt]imed? ?out")
@@ -43,21 +41,16 @@ def _bytes(address: int | None, num_bytes: int) -> Tensor:
     return torch.frombuffer(_native.memory(address or 0, num_bytes), dtype=torch.uint8)
 
 
-class CallWork(PendingWork):
+class ThreadWork(CollectiveWork):
     """Collectives that the group's thread makes one after the other."""
 
-    def __init__(self, call: Future, todo: list[Job], result: list[Tensor]):
-        super().__init__(result, self._store_results)
-        self._call = call
-        self._todo = todo
-
-    def _store_results(self) -> None:
-        for job in self._todo:
-            job.store()
+    def __init__(self, made: Future[None], calls: list[CollectiveCall], result: list[Tensor]):
+        super().__init__(calls, result)
+        self._made = made
 
     def _poll(self, timeout_ns: int) -> Exception | bool:
         try:
-            error = self._call.exception(None if timeout_ns == _native.FOREVER else timeout_ns / 1e9)
+            error = self._made.exception(None if timeout_ns == _native.FOREVER else timeout_ns / 1e9)
         except NotYet:
             return False
         except CancelledError:
@@ -65,18 +58,22 @@ class CallWork(PendingWork):
         return error if isinstance(error, Exception) else True
 
 
-class MachinesGroup(ShmGroup):
-    """As ShmGroup, whose handle here is that of this machine's ranks; a thread of its own runs all collectives.
+class MachinesGroup(NumaGroup):
+    """Ranks of several machines; the handle is that of this machine's ranks, and a thread makes all collectives.
 
     Reductions and broadcasts go machine by machine, the other collectives and messages plainly over Gloo.
     """
 
-    shares_memory = False
-
     def __init__(
-        self, handle: int, rank: int, machines: list[list[int]], timeout_s: float, store: dist.Store
+        self,
+        handle: int,
+        rank: int,
+        machines: list[list[int]],
+        timeout_s: float,
+        store: Store,
+        connect: Connect,
     ):
-        super().__init__(handle, rank, sum(map(len, machines)), timeout_s, store)
+        super().__init__(handle, rank, sum(map(len, machines)), timeout_s, store, connect)
         self._machines = machines
         self._machine = next(i for i, ranks in enumerate(machines) if rank in ranks)
         self._local_ranks = machines[self._machine]
@@ -85,10 +82,10 @@ class MachinesGroup(ShmGroup):
         self._failure: CommError | None = None
         timeout = datetime.timedelta(seconds=timeout_s)
         # torch's stubs know none of Gloo's methods.
-        self._all: Any = ProcessGroupGloo(dist.PrefixStore("all", store), rank, self._world, timeout)
+        self._all: Any = ProcessGroupGloo(PrefixStore("all", store), rank, self._world, timeout)
         self._lane: Any = None
         if self._local_rank < self._num_lanes:
-            prefix = dist.PrefixStore(f"lane{self._local_rank}", store)
+            prefix = PrefixStore(f"lane{self._local_rank}", store)
             self._lane = ProcessGroupGloo(prefix, self._machine, len(machines), timeout)
         self._thread = ThreadPoolExecutor(1, "numadist-machines")
 
@@ -115,40 +112,7 @@ class MachinesGroup(ShmGroup):
     def __repr__(self) -> str:
         return f"MachinesGroup(name={self._name!r}, rank={self._rank}, machines={self._machines})"
 
-    # ---- what ShmGroup does in other ways -----------------------------------------------------------------
-
-    def all_reduce_(self, t: Tensor, op: Op) -> None:
-        self._run(BLOCKING, [jobs.in_place(Coll.ALL_REDUCE, t, op)], [t], op)
-
-    def broadcast_(self, t: Tensor, root: int) -> None:
-        self._run(BLOCKING, [jobs.broadcast(t, root)], [t])
-
-    def all_reduce_fused(
-        self,
-        x: Tensor,
-        out: Tensor,
-        *,
-        residual: Tensor | None = None,
-        bias: Tensor | None = None,
-        weight: Tensor | None = None,
-        norm_bias: Tensor | None = None,
-        norm: Norm = Norm.NONE,
-        eps: float = 0.0,
-    ) -> None:
-        total = x.clone()
-        self.all_reduce_(total, Op.SUM)
-        y = total.float()
-        y = y if bias is None else y + bias
-        y = (y if residual is None else y + residual).to(x.dtype)
-        if residual is not None:
-            residual.copy_(y)
-        shape = y.shape[-1:]
-        if norm == Norm.RMS:
-            y = F.rms_norm(y, shape, weight, eps)
-            y = y if norm_bias is None else y + norm_bias
-        elif norm == Norm.LAYER:
-            y = F.layer_norm(y, shape, weight, norm_bias, eps)
-        out.copy_(y)
+    # ---- on the caller's thread -----------------------------------------------------------------------------
 
     def monitored_barrier(
         self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
@@ -156,39 +120,38 @@ class MachinesGroup(ShmGroup):
         limit = datetime.timedelta(seconds=self._timeout_s) if timeout is None else timeout
         self._all.monitored_barrier(limit, wait_all_ranks)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        if self._failure is not None:
-            raise self._failure
-        return self._all.recv_anysource(tensors, tag)
-
     def _message(self, coll: Coll, t: Tensor, peer: int, tag: int) -> Work:
         if self._failure is not None:
             raise self._failure
         self._core()
-        return (
-            self._all.send([readable(t)], peer, tag) if coll == Coll.SEND else self._all.recv([t], peer, tag)
-        )
+        work: Work
+        if coll == Coll.SEND:
+            work = self._all.send([readable(t)], peer, tag)
+        elif peer < 0:
+            work = self._all.recv_anysource([t], tag)
+        else:
+            work = self._all.recv([t], peer, tag)
+        return work
 
-    def _run(self, opts: Any, todo: list[Job], result: list[Tensor], op: Op | None = None) -> Work:
+    def _make(self, calls: list[CollectiveCall], result: list[Tensor], op: Op | None) -> None:
+        self._start(calls, result, op).wait()
+
+    def _start(self, calls: list[CollectiveCall], result: list[Tensor], op: Op | None) -> CollectiveWork:
         self._core()
-        for job in todo if op is not None else []:
-            if not _native.can_reduce(job.arguments.dtype, job.arguments.op):
+        for call in calls if op is not None else []:
+            if not _native.can_reduce(call.arguments.dtype, call.arguments.op):
                 raise self._error(-errno.EOPNOTSUPP, result, op)
-        work = CallWork(self._thread.submit(self._make_all, todo), todo, result)
-        if opts is None or opts.asyncOp:
-            return self._remember(work)
-        work.wait()
-        return DONE
+        return ThreadWork(self._thread.submit(self._make_all, calls), calls, result)
 
     # ---- on the group's thread ----------------------------------------------------------------------------
 
-    def _make_all(self, todo: list[Job]) -> None:
+    def _make_all(self, calls: list[CollectiveCall]) -> None:
         if self._failure is not None:
             raise self._failure
         try:
-            for job in todo:
-                self._agree(job.arguments)
-                self._make(job.arguments)
+            for call in calls:
+                self._agree(call.arguments)
+                self._make_one(call.arguments)
         except (CommError, RuntimeError) as error:
             self._failure = error if isinstance(error, CommError) else self._between_machines(error)
             self._leave()
@@ -200,7 +163,7 @@ class MachinesGroup(ShmGroup):
             super().abort()
         self._all = self._lane = None
 
-    def _make(self, a: Arguments) -> None:
+    def _make_one(self, a: Arguments) -> None:
         make = {
             Coll.BARRIER: self._barrier,
             Coll.ALL_REDUCE: self._all_reduce,
@@ -216,7 +179,7 @@ class MachinesGroup(ShmGroup):
 
     def _agree(self, a: Arguments) -> None:
         """Raise CollectiveMismatch unless all ranks make the same call. Nobody gets it before all have come."""
-        num_bytes = a.count * (_ITEM_BYTES[a.dtype] if a.coll in watch.REDUCING else 1)
+        num_bytes = a.count * (_ITEM_BYTES[a.dtype] if a.coll in failures.REDUCING else 1)
         mine = Call(coll=a.coll, op=a.op, dtype=a.dtype, root=a.root, bytes=num_bytes)
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         calls = [torch.empty_like(sent) for _ in range(self._world)]
@@ -225,8 +188,8 @@ class MachinesGroup(ShmGroup):
             if not torch.equal(call, sent):
                 theirs = Call.from_buffer_copy(bytes(call.tolist()))
                 raise CollectiveMismatch(
-                    f"group {self._name!r}: rank {self._rank} called {watch.describe(mine)}, rank {rank} called "
-                    f"{watch.describe(theirs)}. All ranks must make the same calls in the same order."
+                    f"group {self._name!r}: rank {self._rank} called {failures.describe(mine)}, rank {rank} called "
+                    f"{failures.describe(theirs)}. All ranks must make the same calls in the same order."
                 )
 
     def _barrier(self, a: Arguments) -> None:
@@ -282,7 +245,7 @@ class MachinesGroup(ShmGroup):
         sent = torch.cat([_bytes(a.ins[r], n) for r, n in enumerate(in_bytes)])
         came = torch.empty(sum(out_bytes), dtype=torch.uint8)
         self._all.alltoall_base(came, sent, out_bytes, in_bytes, dist.AllToAllOptions()).wait()
-        for r, part in enumerate(came.split(out_bytes)):
+        for r, part in enumerate(torch.split(came, out_bytes)):
             _bytes(a.outs[r], part.numel()).copy_(part)
 
     def _sum(self, a: Arguments, address: int) -> None:
@@ -318,7 +281,7 @@ class MachinesGroup(ShmGroup):
         if code != 0:
             where = f"{self._name} on machine {self._machine}, its ranks {self._local_ranks} here 0 and on,"
             num_ranks = len(self._local_ranks)
-            raise watch.error_of(self._core(), code, where, self._local_rank, num_ranks, self._timeout_s)
+            raise failures.error_of(self._core(), code, where, self._local_rank, num_ranks, self._timeout_s)
 
     def _between_machines(self, error: RuntimeError) -> CommError:
         text = str(error)
@@ -335,4 +298,4 @@ class MachinesGroup(ShmGroup):
         )
 
 
-hide_from_dynamo(MachinesGroup, CallWork)
+hide_from_dynamo(MachinesGroup, ThreadWork)

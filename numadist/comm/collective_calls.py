@@ -1,16 +1,30 @@
-"""From tensors to calls of the core: one Job for each collective, checked and staged."""
+"""From torch's tensors to calls of the core: checked, and staged where the core cannot use a tensor's memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from numadist import _native
 from numadist._native import Arguments, Coll, Op, pointers
 from numadist.comm.dtypes import CODES, REDUCIBLE
-from numadist.comm.shared import Region
-from numadist.comm.tensors import Outputs, readable, same_dtype_and_size
-from numadist.comm.work import Job
+from numadist.comm.tensors import StagedOutputs, readable, same_dtype_and_size
 from numadist.errors import CommError
+
+
+@dataclass
+class CollectiveCall:
+    """A collective that the core can make, now or later."""
+
+    arguments: Arguments
+    keep: list[Any]  # what the arguments point to
+    copy_back: Callable[[], None]  # stores staged results; called when the collective is done
+
+
+def barrier() -> CollectiveCall:
+    return CollectiveCall(Arguments(coll=Coll.BARRIER), [], lambda: None)
 
 
 def reduction(x: Tensor, op: Op) -> tuple[int, int]:
@@ -23,82 +37,81 @@ def reduction(x: Tensor, op: Op) -> tuple[int, int]:
     return code, x.numel() * width
 
 
-def in_place(coll: Coll, t: Tensor, op: Op, root: int = -1, region: Region | None = None) -> Job:
-    """all_reduce or reduce of t; region: the shared memory that an all_reduced t lies in."""
-    outputs = Outputs()
+def in_place(coll: Coll, t: Tensor, op: Op, root: int = -1) -> CollectiveCall:
+    """An all_reduce or reduce of t, which gets the result."""
+    outputs = StagedOutputs()
     x = outputs.writable(t, keep=True)
     dtype, count = reduction(x, op)
     arguments = Arguments(coll=coll, dtype=dtype, op=op, root=root, count=count)
     arguments.in_ = arguments.out = x.data_ptr()
-    if region is not None:
-        arguments.coll, arguments.root = Coll.ALL_REDUCE_SHARED, region.id_of(x.data_ptr())
-        arguments.outs = region.everybodys(x.data_ptr())
-    return Job(arguments, [x], outputs.store)
+    return CollectiveCall(arguments, [x], outputs.copy_back)
 
 
-def broadcast(t: Tensor, root: int) -> Job:
-    outputs = Outputs()
+def broadcast(t: Tensor, root: int) -> CollectiveCall:
+    """t on every rank = t on the root."""
+    outputs = StagedOutputs()
     x = outputs.writable(t, keep=True)
     arguments = Arguments(coll=Coll.BROADCAST, dtype=CODES[x.dtype], root=root, count=x.nbytes)
     arguments.out = x.data_ptr()
-    return Job(arguments, [x], outputs.store)
+    return CollectiveCall(arguments, [x], outputs.copy_back)
 
 
-def all_gather(outs: Sequence[Tensor], t: Tensor) -> Job:
+def all_gather(outs: Sequence[Tensor], t: Tensor) -> CollectiveCall:
     """outs[r] = rank r's t."""
-    x, staged = readable(t), Outputs()
+    x, staged = readable(t), StagedOutputs()
     same_dtype_and_size("all_gather", outs, x.dtype, x.numel())
     ys = [staged.writable(out) for out in outs]
     arguments = Arguments(coll=Coll.ALL_GATHER, dtype=CODES[x.dtype], count=x.nbytes)
     arguments.in_, arguments.outs = x.data_ptr(), pointers(y.data_ptr() for y in ys)
-    return Job(arguments, [x, ys], staged.store)
+    return CollectiveCall(arguments, [x, ys], staged.copy_back)
 
 
-def all_gather_single(output: Tensor, t: Tensor, world: int) -> Job:
+def all_gather_single(output: Tensor, t: Tensor, world: int) -> CollectiveCall:
     """output = everybody's t, one after the other."""
-    staged = Outputs()
-    job = all_gather(_parts("all_gather_into_tensor", staged.writable(output), t.numel(), world), t)
-    job.store = staged.store
-    return job
+    staged = StagedOutputs()
+    call = all_gather(_parts("all_gather_into_tensor", staged.writable(output), t.numel(), world), t)
+    call.copy_back = staged.copy_back
+    return call
 
 
-def reduce_scatter(output: Tensor, ins: Sequence[Tensor], op: Op) -> Job:
+def reduce_scatter(output: Tensor, ins: Sequence[Tensor], op: Op) -> CollectiveCall:
     """output = reduction over ranks of their ins[my rank]."""
-    staged = Outputs()
+    staged = StagedOutputs()
     same_dtype_and_size("reduce_scatter", ins, output.dtype, output.numel())
     y, xs = staged.writable(output), [readable(t) for t in ins]
     dtype, count = reduction(y, op)
     arguments = Arguments(coll=Coll.REDUCE_SCATTER, dtype=dtype, op=op, count=count)
     arguments.ins, arguments.out = pointers(x.data_ptr() for x in xs), y.data_ptr()
-    return Job(arguments, [xs, y], staged.store)
+    return CollectiveCall(arguments, [xs, y], staged.copy_back)
 
 
-def reduce_scatter_single(output: Tensor, t: Tensor, op: Op, world: int) -> Job:
+def reduce_scatter_single(output: Tensor, t: Tensor, op: Op, world: int) -> CollectiveCall:
     return reduce_scatter(output, _parts("reduce_scatter_tensor", readable(t), output.numel(), world), op)
 
 
-def scatter(output: Tensor, inputs: Sequence[Tensor], root: int) -> Job:
+def scatter(output: Tensor, inputs: Sequence[Tensor], root: int) -> CollectiveCall:
     """inputs: one a rank on the root, none elsewhere."""
-    staged = Outputs()
+    staged = StagedOutputs()
     y, xs = staged.writable(output), [readable(t) for t in inputs]
     same_dtype_and_size("scatter", xs, y.dtype, y.numel())
     arguments = Arguments(coll=Coll.SCATTER, dtype=CODES[y.dtype], root=root, count=y.nbytes)
     arguments.ins, arguments.out = pointers(x.data_ptr() for x in xs), y.data_ptr()
-    return Job(arguments, [xs, y], staged.store)
+    return CollectiveCall(arguments, [xs, y], staged.copy_back)
 
 
-def gather(outs: Sequence[Tensor], t: Tensor, root: int) -> Job:
+def gather(outs: Sequence[Tensor], t: Tensor, root: int) -> CollectiveCall:
     """outs: one a rank on the root, none elsewhere."""
-    staged, x = Outputs(), readable(t)
+    staged, x = StagedOutputs(), readable(t)
     same_dtype_and_size("gather", outs, x.dtype, x.numel())
     ys = [staged.writable(out) for out in outs]
     arguments = Arguments(coll=Coll.GATHER, dtype=CODES[x.dtype], root=root, count=x.nbytes)
     arguments.in_, arguments.outs = x.data_ptr(), pointers(y.data_ptr() for y in ys)
-    return Job(arguments, [x, ys], staged.store)
+    return CollectiveCall(arguments, [x, ys], staged.copy_back)
 
 
-def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], world: int, staged: Outputs) -> Job:
+def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], world: int) -> CollectiveCall:
     """outputs[r] = rank r's inputs[my rank]; sizes may differ."""
+    staged = StagedOutputs()
     xs, ys = [readable(t) for t in inputs], [staged.writable(t) for t in outputs]
     if not len(xs) == len(ys) == world:
         raise CommError(f"all_to_all: {len(xs)} inputs and {len(ys)} outputs for {world} ranks")
@@ -108,18 +121,18 @@ def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], world: int, 
     arguments.ins, arguments.outs = pointers(x.data_ptr() for x in xs), pointers(y.data_ptr() for y in ys)
     arguments.in_bytes = _native.sizes([x.nbytes for x in xs])
     arguments.out_bytes = _native.sizes([y.nbytes for y in ys])
-    return Job(arguments, [xs, ys], staged.store)
+    return CollectiveCall(arguments, [xs, ys], staged.copy_back)
 
 
 def all_to_all_single(
     output: Tensor, t: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], world: int
-) -> Job:
-    """Splits count rows (dimension 0); an empty list is an even split."""
-    staged = Outputs()
+) -> CollectiveCall:
+    """all_to_all of rows (dimension 0): the splits count them; an empty list is an even split."""
+    staged = StagedOutputs()
     y, x = staged.writable(output), readable(t)
-    return all_to_all(
-        _rows("output", y, out_splits, world), _rows("input", x, in_splits, world), world, staged
-    )
+    call = all_to_all(_rows("output", y, out_splits, world), _rows("input", x, in_splits, world), world)
+    call.copy_back = staged.copy_back
+    return call
 
 
 def _parts(what: str, whole: Tensor, numel: int, world: int) -> list[Tensor]:
@@ -129,7 +142,7 @@ def _parts(what: str, whole: Tensor, numel: int, world: int) -> list[Tensor]:
             f"{what}: the large tensor has {whole.numel()} elements, the small one {numel} on each of "
             f"{world} ranks; the large one must have exactly as many as all small ones"
         )
-    return list(whole.view(-1).split(numel)) if numel else [whole.view(-1)] * world
+    return list(torch.split(whole.view(-1), numel)) if numel else [whole.view(-1)] * world
 
 
 def _rows(what: str, t: Tensor, splits: Sequence[int], world: int) -> list[Tensor]:
@@ -139,4 +152,4 @@ def _rows(what: str, t: Tensor, splits: Sequence[int], world: int) -> list[Tenso
         splits = [t.size(0) // world] * world
     if len(splits) != world or sum(splits) != t.size(0):
         raise CommError(f"all_to_all_single: {what} splits {list(splits)} do not add up to {t.size(0)} rows")
-    return list(t.split(list(splits)))
+    return list(torch.split(t, list(splits)))
