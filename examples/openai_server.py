@@ -20,16 +20,14 @@ import torch.distributed as dist
 
 import numadist
 from numadist import models
-from numadist.generation.engine import Engine, Policy, Request
-from numadist.generation.sampling import Sampling
 
 IDLE_S = 1.0  # the other ranks hear from rank 0 at least so often
 
 
-class Job:
+class PendingRequest:
     """A request on its way between an HTTP thread and the engine."""
 
-    def __init__(self, request: Request):
+    def __init__(self, request: numadist.Request):
         self.request = request
         self.events: queue.Queue = queue.Queue()  # a token, an error text, or None at the end
         self.hung_up = False
@@ -42,7 +40,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, address, tokenizer, options):
         super().__init__(address, Handler)
         self.tokenizer, self.options = tokenizer, options
-        self.jobs: queue.Queue[Job] = queue.Queue()
+        self.jobs: queue.Queue[PendingRequest] = queue.Queue()
         self.ids = itertools.count()
         self.stopping = threading.Event()
 
@@ -63,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.fail(404, f"no {self.path}; there is /v1/completions")
         try:
             asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
-            job = Job(self.request_of(asked))
+            job = PendingRequest(self.request_of(asked))
         except (ValueError, TypeError, KeyError, AttributeError, numadist.GenerateError) as error:
             return self.fail(400, f"{type(error).__name__}: {error}")
         self.server.jobs.put(job)
@@ -73,20 +71,20 @@ class Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError):
             job.hung_up = True
 
-    def request_of(self, asked: dict) -> Request:
+    def request_of(self, asked: dict) -> numadist.Request:
         """The engine's request; raises what a malformed one raises."""
         tokenizer, prompt = self.server.tokenizer, asked["prompt"]
         if isinstance(prompt, str):
             prompt = tokenizer(prompt)["input_ids"]
         temperature = float(asked.get("temperature", 1.0))
-        how = Sampling(temperature > 0, temperature or 1.0, 50, float(asked.get("top_p", 1.0)))
+        how = numadist.Sampling(temperature > 0, temperature or 1.0, 50, float(asked.get("top_p", 1.0)))
         stop_ids = frozenset() if asked.get("ignore_eos") else frozenset([tokenizer.eos_token_id])
         deadline = time.perf_counter() + self.server.options.timeout_s
-        return Request(
+        return numadist.Request(
             list(map(int, prompt)), int(asked.get("max_tokens", 16)), how, stop_ids, deadline=deadline
         )
 
-    def texts(self, job: Job):
+    def texts(self, job: PendingRequest):
         """New text after every token; pieces of a character wait until it is whole. Raises: GenerateError."""
         shown, tokens = "", []
         while (event := job.events.get()) is not None:
@@ -99,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
                 yield text[len(shown) :]
                 shown = text
 
-    def answer(self, name: str, job: Job) -> None:
+    def answer(self, name: str, job: PendingRequest) -> None:
         try:
             text = "".join(self.texts(job))
         except numadist.GenerateError as error:
@@ -108,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
         used["total_tokens"] = sum(used.values())
         self.reply({**self.chunk(name, text, job.request.finish_reason), "usage": used})
 
-    def stream(self, name: str, job: Job) -> None:
+    def stream(self, name: str, job: PendingRequest) -> None:
         texts = self.texts(job)
         try:
             first = next(texts, "")
@@ -148,9 +146,9 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def run(engine: Engine, server: Server) -> None:
+def run(engine: numadist.Engine, server: Server) -> None:
     """The engine's loop, until interrupted or told to stop."""
-    running: list[Job] = []
+    running: list[PendingRequest] = []
     while not server.stopping.is_set():
         try:
             while True:
@@ -191,7 +189,7 @@ def main() -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"serving on http://{options.host}:{server.server_port}/v1/completions", flush=True)
     try:
-        run(generator.engine(Policy.CHUNKED), server)
+        run(generator.engine(numadist.Policy.CHUNKED), server)
     except KeyboardInterrupt:
         generator.end()
 

@@ -8,6 +8,7 @@ cores, in turn; the run fails if their next tokens differ or their logits are 1e
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -18,10 +19,6 @@ import torch.distributed as dist
 
 import numadist
 from numadist import models
-from numadist.comm.registry import stats
-from numadist.compare.worker import Job, Worker
-from numadist.config import config
-from numadist.topology.cpuset import parse_list
 
 PROMPTS = [
     "The capital of France is",
@@ -47,10 +44,10 @@ def main() -> int:
     options = parse_options()
     dist.init_process_group("numa")
     rank = dist.get_rank()
-    cpus = gather(parse_list(config().cpus))
-    variant = "compile" if options.compile else "eager"
-    job = Job(options.model, "float32")
-    baseline = Worker(variant, job, sorted(sum(cpus, ()))) if rank == 0 else None
+    cpus = gather(sorted(os.sched_getaffinity(0)))
+    baseline = None
+    if rank == 0:
+        baseline = numadist.UnshardedProcess(options.model, sum(cpus, []), compile=options.compile)
 
     sharded, whole_bytes, prompts = load(options)
     if baseline is not None:
@@ -100,10 +97,9 @@ def load(options) -> tuple[torch.nn.Module, int, list[tuple[str, torch.Tensor]]]
 def answer(prompt, input_ids, sharded, baseline, options, measured: Measured) -> None:
     """One prompt on both systems in turn: A B A B, after one untimed call of each."""
     for round_ in range(options.rounds + 1):
-        tokens = input_ids.numpy()
-        expected = baseline.forward(*tokens.shape, input_ids=tokens) if baseline is not None else None
+        expected = baseline.forward(input_ids) if baseline is not None else None
         dist.barrier()
-        stats(reset=True)
+        numadist.comm_stats(reset=True)
         start = time.perf_counter()
         with torch.no_grad():
             logits = sharded(input_ids=input_ids).logits[0, -1]
@@ -112,7 +108,7 @@ def answer(prompt, input_ids, sharded, baseline, options, measured: Measured) ->
             check(prompt, logits, torch.from_numpy(expected.last[0]), measured)
         if round_ > 0:
             measured.sharded_s.append(seconds)
-            measured.all_reduce_s += stats().total_ns / 1e9
+            measured.all_reduce_s += numadist.comm_stats().total_ns / 1e9
             if expected is not None:
                 measured.unsharded_s += expected.seconds
     if baseline is not None:

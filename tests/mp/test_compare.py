@@ -12,10 +12,11 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra `models`")
 
+from numadist.compare.model_under_test import ModelUnderTest
 from numadist.compare.profiles import QUICK
 from numadist.compare.rounds import Case, measure_case
 from numadist.compare.variants import VARIANTS
-from numadist.compare.worker import Job, Worker
+from numadist.compare.worker import Worker
 from numadist.errors import NumadistError
 
 pytestmark = pytest.mark.mp
@@ -62,7 +63,7 @@ def test_every_kind_of_variant_gives_a_row(tmp_path):
 
 def test_a_worker_that_cannot_start_or_run_is_a_clear_error():
     cpus = sorted(os.sched_getaffinity(0))
-    job = Job("gpt2-tiny", "float32")
+    job = ModelUnderTest("gpt2-tiny", "float32")
     with pytest.raises(NumadistError, match="ranks did not start"):
         Worker("ranks", job, cpus, numarun=["--no-such-option"])
     worker = Worker("eager", job, cpus)
@@ -76,7 +77,7 @@ def test_a_worker_that_cannot_start_or_run_is_a_clear_error():
 
 def test_a_peer_that_does_not_take_the_model_is_left_out_and_that_is_no_failure():
     """ONNX Runtime in bfloat16."""
-    cpus, job = sorted(os.sched_getaffinity(0)), Job("gpt2-tiny", "bfloat16")
+    cpus, job = sorted(os.sched_getaffinity(0)), ModelUnderTest("gpt2-tiny", "bfloat16")
     with ExitStack() as stack:
         workers = {}
         for name in ("eager", "onnxruntime"):

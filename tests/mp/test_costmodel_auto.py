@@ -1,4 +1,4 @@
-"""numadist.shard(ranks="auto", blocks="auto") over real ranks: whatever it chooses, the answer is right everywhere."""
+"""numadist.plan(ranks="auto", blocks="auto") over real ranks: whatever it chooses, the answer is right everywhere."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def check(rank, world, options):
         if "factor" in options:
             options = {**options, "profile": machine(options["factor"])}
             del options["factor"]
-        sharded = numadist.shard(model, x, **options)
+        sharded = numadist.shard(model, x, schema=numadist.plan(model, x, **options))
         for seed in (1, 2):
             torch.manual_seed(seed)
             x = torch.randn(16, 64)
@@ -91,8 +91,10 @@ def refused(rank, world, options):
     import numadist
     from numadist.errors import ShardError
 
+    model, x = Stack().eval(), torch.randn(16, 64)
+    train = options.pop("train", False)
     try:
-        numadist.shard(Stack().eval(), torch.randn(16, 64), **options)
+        numadist.shard(model, x, schema=numadist.plan(model, x, **options), train=train)
     except ShardError as error:
         return str(error)
     return "nothing raised"
@@ -104,7 +106,7 @@ def refused(rank, world, options):
         ({"ranks": 3}, "asked for 3 of 4 ranks; possible here: [4, 2, 1]"),
         ({"ranks": "all"}, "ranks='all': expected \"auto\" or a number"),
         ({"blocks": "none"}, "blocks='none': expected \"auto\""),
-        ({"ranks": "auto", "train": True}, "leave them out with train=True"),
+        ({"ranks": 1, "train": True}, "uses 1 of 4 ranks, which is for inference"),
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(four, options, words):

@@ -49,7 +49,7 @@ def check_architectures(rank, world):
 
     import numadist
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "shard"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "sharding"))
     from zoo import ZOO, main_output, make
 
     errors = {}
@@ -93,7 +93,7 @@ def check_sequence_parallel(rank, world):
 
     import numadist
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "shard"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "sharding"))
     from zoo import ZOO, main_output, make, tokens
 
     for name, batch, dtype in (
@@ -106,7 +106,8 @@ def check_sequence_parallel(rank, world):
         model = make(name).to(dtype)
         with torch.no_grad():
             truth = main_output(make(name).to(dtype).float()(**inputs))
-            sharded = numadist.shard(model, inputs, sequence_parallel=True)
+            schema = numadist.plan(model, inputs, sequence_parallel=True)
+            sharded = numadist.shard(model, inputs, schema=schema)
             ours, unsharded = main_output(sharded(**inputs)), main_output(model(**inputs))
         assert not sharded.schema.sequence.all_reduced
         error, scale = (ours - truth).abs().max().item(), truth.abs().max().item()
@@ -127,7 +128,8 @@ def check_sequence_parallel_compiled(rank, world):
     torch._dynamo.reset()
     model = models.build("gpt2-tiny", n_layer=1)
     inputs = {"input_ids": torch.arange(11)[None], "use_cache": False, "logits_to_keep": 1}
-    sharded = numadist.shard(model, inputs, compile=True, sequence_parallel=True)
+    schema = numadist.plan(model, inputs, sequence_parallel=True)
+    sharded = numadist.shard(model, inputs, schema=schema, compile=True)
     with torch.no_grad():
         for _ in range(2):
             error = (sharded(**inputs).logits - model(**inputs).logits).abs().max().item()
@@ -141,8 +143,12 @@ def test_sequence_parallel_compiled(numa_pair):
 def check_sequence_parallel_refused(rank, world):
     import numadist
 
-    with pytest.raises(numadist.ShardError, match="sequence_parallel=True is for inference"):
-        numadist.shard(torch.nn.Linear(4, 4), torch.ones(2, 4), train=True, sequence_parallel=True)
+    model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    schema = numadist.plan(model, x, sequence_parallel=True)
+    with pytest.raises(
+        numadist.ShardError, match="sequence parallelism, which numadist.shard has for inference"
+    ):
+        numadist.shard(model, x, schema=schema, train=True)
 
 
 def test_sequence_parallel_is_refused_for_training(numa_pair):

@@ -38,7 +38,7 @@ def expected_gradients(model, ids):
 def check_gradients(rank, world, name):
     import numadist
     from numadist.sharding.placement import Shard
-    from numadist.weights.load import local_slice
+    from numadist.weights.slices import local_slice
 
     ids, model = tokens(0), build(name)
     sharded = numadist.shard(model, {"input_ids": ids, "use_cache": False}, train=True)
@@ -85,7 +85,7 @@ def check_tensor_times_data_parallel(rank, world):
 
     import numadist
     from numadist.sharding.placement import Shard
-    from numadist.weights.load import local_slice
+    from numadist.weights.slices import local_slice
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     replica, tp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")

@@ -9,9 +9,10 @@ transformers = pytest.importorskip("transformers", reason="needs the extra `mode
 
 from numadist import models
 from numadist.compare.gguf_file import write_gguf
+from numadist.compare.model_under_test import ModelUnderTest
 from numadist.compare.peers import LlamaCpp
 from numadist.compare.variants import CannotRun
-from numadist.compare.worker import Job, OneShape
+from numadist.compare.worker_loop import OneShape
 from numadist.errors import NumadistError
 
 
@@ -50,7 +51,7 @@ def test_the_model_is_loaded_once_if_it_is_kept(keeps_model):
         loaded.append(model)
         return model
 
-    shapes = OneShape(Job("gpt2-tiny", "float32", longest=2048), make, keeps_model)
+    shapes = OneShape(ModelUnderTest("gpt2-tiny", "float32", longest=2048), make, keeps_model)
     for batch, seq in ((1, 8), (2, 8), (1, 2048)):
         run, inputs = shapes(batch, seq)
         assert run is loaded[-1]
@@ -59,7 +60,7 @@ def test_the_model_is_loaded_once_if_it_is_kept(keeps_model):
 
 
 def test_a_kept_model_too_short_for_a_shape_is_loaded_anew():
-    shapes = OneShape(Job("gpt2-tiny", "float32"), lambda model, inputs: model)
+    shapes = OneShape(ModelUnderTest("gpt2-tiny", "float32"), lambda model, inputs: model)
     short, _ = shapes(1, 8)
     long, _ = shapes(1, 1500)
     assert long is not short
@@ -73,7 +74,7 @@ def test_what_runs_a_shape_is_closed_before_the_next():
         def close(self):
             closed.append(self)
 
-    shapes = OneShape(Job("gpt2-tiny", "float32"), lambda model, inputs: Run())
+    shapes = OneShape(ModelUnderTest("gpt2-tiny", "float32"), lambda model, inputs: Run())
     first, _ = shapes(1, 8)
     assert shapes(1, 8)[0] is first
     assert closed == []
