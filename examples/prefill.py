@@ -47,7 +47,9 @@ def main() -> int:
     cpus = gather(sorted(os.sched_getaffinity(0)))
     baseline = None
     if rank == 0:
-        baseline = numadist.UnshardedProcess(options.model, sum(cpus, []), compile=options.compile)
+        baseline = numadist.UnshardedProcess(
+            options.model, [c for own in cpus for c in own], compile=options.compile
+        )
 
     sharded, whole_bytes, prompts = load(options)
     if baseline is not None:

@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from numadist.errors import PlacementError
 from numadist.topology.cpuset import format_list
 from numadist.topology.machine import Core, Domain, Machine, domains_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ def _cut(cores: Sequence[Core], count: int, request: Request) -> list[Group]:
     ]
 
 
-def _chunks(items: Sequence, count: int) -> list[Sequence]:
+def _chunks(items: Sequence[T], count: int) -> list[Sequence[T]]:
     size, rest = divmod(len(items), count)
     starts = [i * size + min(i, rest) for i in range(count + 1)]
     return [items[a:b] for a, b in pairwise(starts)]

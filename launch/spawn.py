@@ -7,7 +7,7 @@ already on the rank's node and no page has to be moved.
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from numadist import _syscalls
@@ -111,7 +111,7 @@ def _redirect(start: Start) -> None:
             os.dup2(source, target)
 
 
-def _bind(start: Start, report) -> None:
+def _bind(start: Start, report: Callable[..., None]) -> None:
     """Pin CPUs, then set the memory policy; report what was refused or narrowed."""
     placement, fatal = start.placement, EXIT_LAUNCHER_FAILED if start.strict else None
     try:

@@ -99,14 +99,15 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> torc
     if name == "smollm2":
         # transformers draws a progress bar for GGUF whatever its own switch says; errors still travel as such.
         with contextlib.redirect_stderr(io.StringIO()):
-            model = transformers.AutoModelForCausalLM.from_pretrained(
+            model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
                 smollm2_folder(), gguf_file=SMOLLM2_FILE, dtype=dtype
             )
         return model.eval()
     check_name(name)
     config = config_of(name, **changes)
     torch.manual_seed(SEED)
-    return getattr(transformers, MODELS[name].auto_class).from_config(config, dtype=dtype).eval()
+    made: torch.nn.Module = getattr(transformers, MODELS[name].auto_class).from_config(config, dtype=dtype)
+    return made.eval()
 
 
 def check_name(name: str) -> None:
@@ -139,7 +140,7 @@ def workload(
 def has_room(model: torch.nn.Module, seq: int) -> bool:
     """Whether the model takes so many tokens at once."""
     config: Any = model.config
-    return seq <= config.max_position_embeddings
+    return bool(seq <= config.max_position_embeddings)
 
 
 def prefill_inputs(model: torch.nn.Module, batch: int, seq: int) -> dict[str, Any]:
@@ -219,8 +220,7 @@ def _package_folder(package: str, model: str) -> Path:
 def _transformers() -> Any:
     if importlib.util.find_spec("transformers") is None:
         raise NumadistError("models need the extra: pip install 'numadist[models]'")
-    import transformers
-
+    transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

@@ -136,7 +136,7 @@ class Runner:
             self.peers.broadcast(self._header)
             kind, *fields = self._header[:8].tolist()
             if kind == Command.END:
-                return fields[0]
+                return int(fields[0])
             if kind == Command.MOVE:
                 self.kv.move_row(*fields[:3])
             elif kind == Command.RUN:

@@ -110,12 +110,15 @@ class Step(torch.nn.Module):
         kept = _SlotCache(
             dict(zip(self.layers, keys, strict=True)), dict(zip(self.layers, values, strict=True)), slots
         )
-        return self._run(input_ids, positions, kept, keys[0].shape[2])[:, -1]
+        logits_BTV = self._run(input_ids, positions, kept, keys[0].shape[2])
+        return logits_BTV[:, -1]
 
     def _run(self, input_ids: Tensor, positions: Tensor, cache: Cache, num_slots: int) -> Tensor:
         masks = attention_masks(self.model.config, positions, num_slots)
         inputs = {"input_ids": input_ids, "position_ids": positions, "attention_mask": masks}
-        return self.model(**inputs, **{self.cache_name: cache}, **self.last_only, use_cache=True).logits
+        outputs = self.model(**inputs, **{self.cache_name: cache}, **self.last_only, use_cache=True)
+        logits: Tensor = outputs.logits
+        return logits
 
 
 def attention_masks(config: Any, positions_BT: Tensor, num_slots: Any) -> Any:
@@ -123,10 +126,11 @@ def attention_masks(config: Any, positions_BT: Tensor, num_slots: Any) -> Any:
     config = config.get_text_config()
     slot_S = torch.arange(num_slots, device=positions_BT.device)[None, None, None]
     position_BT = positions_BT[:, None, :, None]
-    past = slot_S <= position_BT
+    past: Tensor = slot_S <= position_BT
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
 
     def mask_of(kind: str) -> Tensor:
+        seen: Tensor
         if kind == "sliding_attention" and window is not None:
             seen = past & (slot_S > position_BT - window)
         elif kind == "chunked_attention" and chunk is not None:

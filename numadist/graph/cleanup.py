@@ -1,6 +1,7 @@
 """Remove what tracing leaves in a graph and only hides what is linear."""
 
 import operator
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -36,7 +37,7 @@ def split_tiling_slices(gm: GraphModule) -> None:
             continue
         size, dims, bounds = query.shape(node), set(), []
         for user in slices:
-            _, dim, start, stop, step = (*user.args, *(0, 0, 2**63 - 1, 1)[len(user.args) - 1 :])
+            _, dim, start, stop, step = slice_arguments(user)
             dims.add(dim % len(size))
             if not all(isinstance(x, int) for x in (start, stop, step, size[dim])) or step != 1:
                 break
@@ -47,6 +48,13 @@ def split_tiling_slices(gm: GraphModule) -> None:
             dim = dims.pop()
             if edges[-1] == size[dim]:
                 _replace_by_split(gm, node, dim, bounds)
+
+
+def slice_arguments(node: Node) -> tuple[Node, int, Any, Any, Any]:
+    """Source, dim, start, stop and step of an aten.slice; the last three may be symbolic."""
+    names = (("dim", 0), ("start", 0), ("end", 2**63 - 1), ("step", 1))
+    dim, start, stop, step = (query.argument(node, i, n, d) for i, (n, d) in enumerate(names, start=1))
+    return query.operand(node, 0), dim, start, stop, step
 
 
 def _replace_by_split(gm: GraphModule, node: Node, dim: int, bounds: list[tuple[int, int, Node]]) -> None:

@@ -28,11 +28,16 @@ def writes_into_fresh_tensor(node: Node) -> bool:
         return False
     x, y = query.operand(node, 0), node.args[1]
     # Not all that return their input say so in their schema: dropout in eval does not.
-    is_pointwise = isinstance(x.target, torch._ops.OpOverload) and torch.Tag.pointwise in x.target.tags
-    is_new = is_pointwise and not any(r.alias_info for r in x.target._schema.returns)
-    is_fresh = is_new or query.linear_operands(x) is not None
-    dtype = torch.result_type(*(query.value(n) if isinstance(n, Node) else n for n in (x, y)))
+    is_fresh = _returns_new_memory(x) or query.linear_operands(x) is not None
+    dtype = torch.result_type(query.value(x), query.value(y) if isinstance(y, Node) else y)  # type: ignore[arg-type]
     return is_fresh and len(x.users) == 1 and dtype == query.value(x).dtype
+
+
+def _returns_new_memory(node: Node) -> bool:
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.pointwise not in op.tags:
+        return False
+    return not any(r.alias_info for r in op._schema.returns)
 
 
 def _write_concatenation(gm: GraphModule, empty: Node) -> None:
@@ -67,24 +72,24 @@ def _is_piece(node: Node) -> bool:
 
 
 def _start(piece: Node) -> int:
-    start = piece.args[2]
-    assert isinstance(start, int)
-    return start
+    return query.integer(piece, 2, "start")
 
 
 def _fill(empty: Node, pieces: list[Node], writes: list[Node]) -> bool:
     """The pieces follow each other along one dim, and every one is written whole."""
-    dim, at = pieces[0].args[1], 0
+    dim, at = query.integer(pieces[0], 1, "dim"), 0
     size = query.shape(empty)[dim]
     if not query.is_static(size):
         return False
     for piece, write in zip(pieces, writes, strict=True):
-        _, piece_dim, start, end = piece.args
-        source, target = (query.value(n) for n in (write.args[1], piece))
+        piece_dim, start, end = (
+            query.integer(piece, i, n) for i, n in ((1, "dim"), (2, "start"), (3, "end"))
+        )
+        source, target = query.value(query.operand(write, 1)), query.value(piece)
         if piece_dim != dim or start != at or source.shape != target.shape or source.dtype != target.dtype:
             return False
         at = min(end, size)
-    return at == size
+    return bool(at == size)
 
 
 def _stand_together(empty: Node, pieces: list[Node], writes: list[Node]) -> bool:

@@ -1,7 +1,7 @@
 """Questions about an exported graph: what a node is, what it depends on, which dims of a reshape belong together."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
+Sizes = tuple[Any, ...]  # ints, and SymInts where a size is dynamic
 
 # Views and casts of a parameter are still the parameter: `linear(x, w.t())`.
 _WEIGHT_VIEWS = {
@@ -29,7 +30,7 @@ def value(node: Node) -> Any:
     return node.meta.get("val")
 
 
-def shape(node: Node) -> tuple:
+def shape(node: Node) -> Sizes:
     """Sizes of the node's tensor; dynamic sizes are SymInts."""
     return tuple(value(node).shape)
 
@@ -44,6 +45,25 @@ def operand(node: Node, place: int) -> Node:
 def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
     """The node's argument in this place, or given by name; else the default."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def integer(node: Node, place: int, name: str, default: int | None = None) -> int:
+    """The same of an argument that is a number."""
+    found = argument(node, place, name, default)
+    assert isinstance(found, int), f"{node.name}: {name} of {node.target} is {found!r}"
+    return found
+
+
+def integers(node: Node, place: int, name: str) -> list[int]:
+    """The same of an argument that is a list of numbers."""
+    return [int(n) for n in sequence(node, place, name)]
+
+
+def sequence(node: Node, place: int, name: str) -> Sequence[Any]:
+    """The same of an argument that is a list, of sizes perhaps symbolic, or of tensors."""
+    found = argument(node, place, name)
+    assert isinstance(found, list | tuple), f"{node.name}: {name} of {node.target} is {found!r}"
+    return found
 
 
 def set_tensor(gm: GraphModule, name: str, value: torch.Tensor) -> None:
@@ -64,9 +84,9 @@ def hint(size: Any) -> int:
 def same_size(a: Any, b: Any) -> bool:
     """Equal for every input, not only for the example."""
     if is_static(a) and is_static(b):
-        return a == b
+        return bool(a == b)
     expr = [s if is_static(s) else s.node.expr for s in (a, b)]
-    return expr[0] == expr[1]
+    return bool(expr[0] == expr[1])
 
 
 def is_shape_query(node: Node) -> bool:
@@ -82,7 +102,7 @@ def module_path(node: Node) -> str:
     """Path of the module whose forward made the node, e.g. `model.layers.0.mlp`."""
     for path, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
         if not path.startswith("_empty"):
-            return path
+            return str(path)
     return ""
 
 
@@ -112,7 +132,9 @@ class Dependencies:
         """All nodes that read this node's parameter, under whatever tied name."""
         param = self.parameters[str(node.target)]
         return [
-            n for n in self.nodes if self.is_parameter(n) and n.users and self.parameters[n.target] is param
+            n
+            for n in self.nodes
+            if self.is_parameter(n) and n.users and self.parameters[str(n.target)] is param
         ]
 
     def is_parameter(self, node: Node) -> bool:
@@ -146,7 +168,7 @@ class Contraction:
     @property
     def size(self) -> int:
         """K, the length of the contracted dim."""
-        return shape(self.weight)[self.weight_k_dim]
+        return shape(self.weight)[self.weight_k_dim]  # type: ignore[no-any-return]  # perhaps a SymInt
 
     @property
     def weight_n_dim(self) -> int:
@@ -189,7 +211,7 @@ def as_contraction(node: Node, deps: Dependencies) -> Contraction | None:
     return Contraction(node, x, weight, ndim + k_dim, bias)
 
 
-def reshape_groups(in_shape: tuple, out_shape: tuple) -> list[tuple[list[int], list[int]]]:
+def reshape_groups(in_shape: Sizes, out_shape: Sizes) -> list[tuple[list[int], list[int]]]:
     """Pairs of (input dims, output dims) with equal products, left to right: how a reshape regroups dims.
 
     Sizes are ordered by their example values and compared as expressions, so a dynamic batch is told from a
@@ -217,11 +239,11 @@ def reshape_groups(in_shape: tuple, out_shape: tuple) -> list[tuple[list[int], l
     return groups
 
 
-def _product(dims: list[int], sizes: tuple) -> int:
+def _product(dims: list[int], sizes: Sizes) -> int:
     return math.prod(hint(sizes[d]) for d in dims)
 
 
-def _same_product(ins: list[int], in_shape: tuple, outs: list[int], out_shape: tuple) -> bool:
+def _same_product(ins: list[int], in_shape: Sizes, outs: list[int], out_shape: Sizes) -> bool:
     a: Any = math.prod((in_shape[d] for d in ins), start=1)
     b: Any = math.prod((out_shape[d] for d in outs), start=1)
     return same_size(a, b)

@@ -63,6 +63,7 @@ def _evaluate(node: Node, buffers: dict[str, torch.Tensor], known: dict[Node, An
             continue
         args, kwargs = torch.fx.node.map_arg((n.args, n.kwargs), known.__getitem__)
         with torch.no_grad():
+            assert callable(n.target)  # _ancestors has call_function and get_attr only
             known[n] = n.target(*args, **kwargs)
     return known[node]
 
@@ -101,7 +102,7 @@ def gelu_input(node: Node) -> Node | None:
     if half is None:
         return None
     for scaled, gate in (half, half[::-1]):
-        x = _times(scaled, 0.5)
+        x: Node | None = _times(scaled, 0.5)
         tanh = _plus(gate, 1.0)
         if x is None or tanh is None or tanh.target is not aten.tanh.default:
             continue
@@ -111,7 +112,7 @@ def gelu_input(node: Node) -> Node | None:
             continue
         cube = _times(terms[1], 0.044715)
         if cube is not None and cube.target is aten.pow.Tensor_Scalar and tuple(cube.args) == (x, 3.0):
-            return x
+            return x if isinstance(x, Node) else None
     return None
 
 

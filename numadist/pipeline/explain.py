@@ -66,7 +66,7 @@ def explain_graph(gm: GraphModule, schema: Schema) -> str:
     points = reduce_points(gm, schema)
     region = region_of(gm, schema)
     lines = [*_summary(gm, schema), *_collective_lines(schema, points, region), *_cost_lines(schema), ""]
-    described: dict[tuple, str] = {}
+    described: dict[tuple[Any, ...], str] = {}
     for block in schema.blocks:
         shape = _signature(block, nodes, points, region)
         if shape in described:
@@ -181,7 +181,7 @@ def _bytes_text(node: Node) -> str:
     return f"{tuple(val.shape)} {str(val.dtype).removeprefix('torch.')}"
 
 
-def _signature(block: Block, nodes: dict[str, Node], points: list[Node], region: Region) -> tuple:
+def _signature(block: Block, nodes: dict[str, Node], points: list[Node], region: Region) -> tuple[Any, ...]:
     """Equal for blocks that look alike: layer after layer of one model."""
     values = [(str(nodes[name.partition(".")[0]].target), repr(s)) for name, s in block.values.items()]
     scattered = any(point in region for point in _reductions(block, nodes, points))

@@ -65,7 +65,9 @@ def apply(gm: GraphModule, schema: Schema, rank: int, emit: Emitter) -> None:
 def _insert_entries(gm: GraphModule, block: Block, nodes: dict[str, Node], enter: Emit) -> dict[str, Node]:
     """Route every replicated value that the block's sharded ops read through one `enter`; returns them by name."""
     sharded = {nodes[name.partition(".")[0]] for name in block.values}
-    members = {*sharded, *(nodes[name] for name in (block.sink, *block.heads) if name is not None)}
+    others = {nodes[name] for name in (block.sink, *block.heads) if name is not None}
+    # In the graph's order: all ranks must make the collectives of the backward alike.
+    members = [n for n in gm.graph.nodes if n in sharded or n in others]
     own = {*block.params, *block.partial_params}
     readers: dict[Node, list[Node]] = {}
     for member in members:
@@ -100,8 +102,8 @@ def _localize_values(block: Block, nodes: dict[str, Node], rank: int) -> None:
             _rewrite(nodes[head], shards, rank)
 
 
-def _rewrite(node: Node, want: rules.Want, rank: int) -> None:
-    node.target, node.args = rules.LOCALIZE[node.target](node, want, rank)
+def _rewrite(node: Node, placement: rules.Placement, rank: int) -> None:
+    node.target, node.args = rules.LOCALIZE[node.target](node, placement, rank)
 
 
 def _insert_slices(gm: GraphModule, block: Block, nodes: dict[str, Node], rank: int) -> None:
@@ -130,7 +132,7 @@ def _take(gm: GraphModule, source: Node, dim: int, cut: tuple[tuple[int, int], .
 
 def _split_lookup(gm: GraphModule, node: Node, block: Block, rank: int) -> Node:
     """Embedding of this rank's rows; tokens of other ranks give zeros. Returns the partial value."""
-    weight, tokens, *rest = node.args
+    weight, tokens, rest = query.operand(node, 0), query.operand(node, 1), node.args[2:]
     ((start, stop),) = block.params[str(weight.target)].dims[0].cuts[rank]
     g = gm.graph
     with g.inserting_before(node):
@@ -151,7 +153,7 @@ def _split_lookup(gm: GraphModule, node: Node, block: Block, rank: int) -> Node:
 
 def _gather_head(gm: GraphModule, node: Node, block: Block, rank: int, emit: Emitter) -> None:
     """Outputs of all ranks' rows side by side. Chunks are equal but for the last one, which is padded on the way."""
-    rows = block.params[str(node.args[1].target)].dims[0]
+    rows = block.params[str(query.operand(node, 1).target)].dims[0]
     num_ranks, chunk, size = len(rows.cuts), rows.local_size(0), rows.cuts[-1][0][1]
     g, users = gm.graph, list(node.users)
     with g.inserting_before(node.next):

@@ -42,11 +42,11 @@ def build_schema(captured: CapturedModel, num_ranks: int) -> Schema:
 def _describe(block: propagate.BlockPlan) -> Block:
     parameters = set(block.params)
     values: dict[str, Shard] = {}
-    for node, want in sorted(block.values.items(), key=lambda item: item[0].name):
-        if isinstance(want, dict):
-            values |= {f"{node.name}.{i}": shard for i, shard in sorted(want.items())}
+    for node, placement in sorted(block.values.items(), key=lambda item: item[0].name):
+        if isinstance(placement, dict):
+            values |= {f"{node.name}.{i}": shard for i, shard in sorted(placement.items())}
         elif str(node.target) not in parameters:
-            values[node.name] = want
+            values[node.name] = placement
     bias = block.sink.bias
     return Block(
         kind=_kind(block),

@@ -107,7 +107,7 @@ class _Counter:
         )
 
     def _attention(self, node: Node, block: int | None, share: float) -> OpWork:
-        q, k, v = node.args[:3]
+        q, k, v = (query.operand(node, i) for i in range(3))
         rows = self._numel(q) // self.size(query.shape(q)[-1])  # batch * heads * queries
         scores = float(rows * self.size(query.shape(k)[-2]))
         depth = self.size(query.shape(q)[-1]) + self.size(query.shape(v)[-1])
@@ -115,8 +115,16 @@ class _Counter:
         form = sdpa.form(node)
         fits = form is not None and kernel.fits(form.head_dim, form.dtype, form.mask_dtype)
         return OpWork(
-            *(node.name, "attention", block, share, rows),
-            *(2 * scores * depth, 0.0, moved, scores, sdpa.mask_kind(node), fits),
+            node.name,
+            "attention",
+            block,
+            share,
+            rows,
+            flops=2 * scores * depth,
+            activation_bytes=moved,
+            scores=scores,
+            mask=sdpa.mask_kind(node),
+            fits_ours=fits,
         )
 
     def _share(self, node: Node, block: int | None) -> float:
@@ -145,7 +153,7 @@ class _Counter:
         return math.prod(self.size(s) for s in query.shape(node))
 
     def _bytes(self, node: Node) -> int:
-        return self._numel(node) * query.value(node).dtype.itemsize
+        return self._numel(node) * int(query.value(node).dtype.itemsize)
 
 
 def _members(block: Block) -> set[str]:

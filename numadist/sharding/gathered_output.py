@@ -35,7 +35,7 @@ def _is_worth_it(layer: Contraction) -> bool:
     sizes = query.shape(layer.node)
     if layer.node.target is not aten.linear.default or not all(map(query.is_static, sizes)):
         return False
-    return 2.0 * math.prod(sizes) * layer.size >= MIN_FLOPS
+    return bool(2.0 * math.prod(sizes) * layer.size >= MIN_FLOPS)
 
 
 def _params(deps: Dependencies, layer: Contraction, num_ranks: int) -> dict[str, Shard] | None:

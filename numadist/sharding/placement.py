@@ -8,6 +8,7 @@ a KV head that several ranks hold (overlapping intervals).
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 Interval = tuple[int, int]  # [start, stop)
 Cut = tuple[Interval, ...]  # what one rank holds of one dim
@@ -19,7 +20,7 @@ MAX_IMBALANCE = 1.05
 
 
 class CannotShard(Exception):
-    """This value cannot be sharded as wanted; the text is the reason shown to the user."""
+    """This value cannot be placed so; the text is the reason shown to the user."""
 
 
 class NeedsUnit(Exception):
@@ -71,11 +72,11 @@ class Shard:
     def local_shape(self, shape: Iterable[int], rank: int) -> tuple[int, ...]:
         return tuple(self.dims[d].local_size(rank) if d in self.dims else n for d, n in enumerate(shape))
 
-    def to_json(self) -> dict[str, list]:
+    def to_json(self) -> dict[str, list[Any]]:
         return {str(d): [[list(i) for i in cut] for cut in s.cuts] for d, s in self.dims.items()}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, list]) -> "Shard":
+    def from_json(cls, data: Mapping[str, list[Any]]) -> "Shard":
         return cls(
             {
                 int(d): DimShard(tuple(tuple((int(a), int(b)) for a, b in cut) for cut in cuts))
@@ -134,8 +135,9 @@ def split_units(size: int, units: tuple[int, ...], num_ranks: int) -> tuple[Cut,
     if size % units[-1]:
         return None
     count = size // units[-1]
+    cuts: list[Cut] = []
     if count >= num_ranks:
-        cuts, start = [], 0
+        start = 0
         for rank in range(num_ranks):
             stop = start + (count // num_ranks + (rank < count % num_ranks)) * units[-1]
             cuts.append(((start, stop),))
@@ -143,7 +145,6 @@ def split_units(size: int, units: tuple[int, ...], num_ranks: int) -> tuple[Cut,
         return tuple(cuts)
     if len(units) == 1:
         return None
-    cuts = []
     for block in range(count):
         ranks_here = num_ranks // count + (block < num_ranks % count)
         inner = split_units(units[-1], units[:-1], ranks_here)
@@ -203,7 +204,7 @@ class NotABox(Exception):
 
 
 def regroup(
-    want: dict[int, DimShard], out_sizes: list[int], in_sizes: list[int], num_ranks: int, inside_ok: bool
+    shards: dict[int, DimShard], out_sizes: list[int], in_sizes: list[int], num_ranks: int, inside_ok: bool
 ) -> dict[int, DimShard]:
     """Carry shards through a reshape of one group of dims: keys are positions inside the group.
 
@@ -211,12 +212,12 @@ def regroup(
     """
     scales = {
         d: s.scale // math.prod(out_sizes[d + 1 :]) if s.scale % math.prod(out_sizes[d + 1 :]) == 0 else 0
-        for d, s in want.items()
+        for d, s in shards.items()
     }
     flat_scale = min((s for s in scales.values() if s), default=0)
     per_rank: list[list[Cut]] = []
     for rank in range(num_ranks):
-        cuts = [want[d].cuts[rank] if d in want else None for d in range(len(out_sizes))]
+        cuts = [shards[d].cuts[rank] if d in shards else None for d in range(len(out_sizes))]
         try:
             per_rank.append(unflatten(flatten(cuts, out_sizes), in_sizes, inside_ok))
         except NotABox as e:

@@ -1,11 +1,11 @@
 """Planning: from every linear layer, taken as a row-parallel sink, walk back and place what feeds it.
 
-The walk asks the sink's input to be sharded over the contracted dim and carries that wish backwards, one rule an
+The walk asks the sink's input to be sharded over the contracted dim and carries that placement backwards, one rule an
 op, until it reaches linear layers (they become column-parallel), parameters (they are sharded) or values that every
 rank has whole anyway (they are sliced where they are used). If a cut would fall inside a head, a KV group or an
 interleave, the walk starts again with the larger unit the failing reshape names: that is how heads are found
-without being named. Nothing is guessed: a block is committed only if every node on the way has a rule, all wishes
-for a node agree, and no sharded value is used outside.
+without being named. Nothing is guessed: a block is committed only if every node on the way has a rule, all
+placements of a node agree, and no sharded value is used outside.
 """
 
 import heapq
@@ -37,7 +37,7 @@ class BlockPlan:
 
     sink: Contraction
     columns: list[Node]
-    values: dict[Node, rules.Want]  # sharded activations, and the parameters' own nodes
+    values: dict[Node, rules.Placement]  # sharded activations, and the parameters' own nodes
     slices: dict[
         Node, tuple[Shard, list[Node]]
     ]  # replicated value -> (what a rank needs of it, who needs it)
@@ -221,8 +221,8 @@ class _Walk:
         self.planner, self.sink, self.ctx, self.units = planner, sink, ctx, units
         self.deps, self.index = planner.deps, planner.index
         self.cut = cut
-        self.values: dict[Node, rules.Want] = {}
-        self.asked_by: dict[Node, list[Node]] = {}
+        self.values: dict[Node, rules.Placement] = {}
+        self.placed_for: dict[Node, list[Node]] = {}
         self.columns: list[Node] = []
         self.slices: dict[Node, tuple[Shard, list[Node]]] = {}
         self.params: dict[str, Shard] = {}
@@ -230,8 +230,8 @@ class _Walk:
 
     def run(self) -> BlockPlan:
         last = len(query.shape(self.sink.input)) - 1
-        self._ask(self.sink.input, Shard({last: self.cut}), self.sink.node)
-        self._ask(self.sink.weight, Shard({self.sink.weight_k_dim: self.cut}), self.sink.node)
+        self._place(self.sink.input, Shard({last: self.cut}), self.sink.node)
+        self._place(self.sink.weight, Shard({self.sink.weight_k_dim: self.cut}), self.sink.node)
         while self.heap:
             self._visit(heapq.heappop(self.heap)[1])
         if not self.columns:
@@ -239,65 +239,68 @@ class _Walk:
         self._check_params()
         return BlockPlan(self.sink, self.columns, self.values, self.slices, self.params, self.units)
 
-    def _ask(self, node: Node, want: rules.Want, asker: Node) -> None:
-        if node.target is operator.getitem and isinstance(want, Shard):
-            source, i = node.args
-            self._ask_piece(node, source, i, want, asker)
+    def _place(self, node: Node, placement: rules.Placement, reader: Node) -> None:
+        if node.target is operator.getitem and isinstance(placement, Shard):
+            self._place_piece(
+                node, query.operand(node, 0), query.integer(node, 1, "index"), placement, reader
+            )
             return
-        if not self._agrees(node, want):
-            self.values[node] = want
+        if not self._agrees(node, placement):
+            self.values[node] = placement
             heapq.heappush(self.heap, (-self.index[node], node))
-        self.asked_by.setdefault(node, []).append(asker)
+        self.placed_for.setdefault(node, []).append(reader)
 
-    def _agrees(self, node: Node, want: rules.Want) -> bool:
-        """Whether the node was asked for the same before. Raises: _Failed if it was asked for something else."""
+    def _agrees(self, node: Node, placement: rules.Placement) -> bool:
+        """Whether the node was placed so before. Raises: _Failed if it was placed in another way."""
         known = self.values.get(node)
-        if known is not None and known != want:
+        if known is not None and known != placement:
             what = f"parameter {node.target}" if self.deps.is_parameter(node) else "this value"
             raise _Failed(f"two users want different parts of {what}", node)
         return known is not None
 
-    def _ask_piece(self, item: Node, source: Node, i: int, want: Shard, asker: Node) -> None:
-        """One output of an op that returns a list: collect the wishes for all of them in one dict."""
-        self._agrees(item, want)
-        self.values[item] = want
-        self.asked_by.setdefault(item, []).append(asker)
+    def _place_piece(self, item: Node, source: Node, i: int, placement: Shard, reader: Node) -> None:
+        """One output of an op that returns a list: collect the placements of all of them in one dict."""
+        self._agrees(item, placement)
+        self.values[item] = placement
+        self.placed_for.setdefault(item, []).append(reader)
         pieces = self.values.get(source)
         if pieces is None:
             pieces = self.values[source] = {}
             heapq.heappush(self.heap, (-self.index[source], source))
         assert isinstance(pieces, dict)
-        pieces[i] = want
-        self.asked_by.setdefault(source, []).append(item)
+        pieces[i] = placement
+        self.placed_for.setdefault(source, []).append(item)
 
     def _used_elsewhere(self, node: Node) -> list[Node]:
-        items = [node] if not isinstance(self.values[node], dict) else [*self.asked_by[node], node]
-        asked = {a for n in items for a in self.asked_by.get(n, [])}
+        items = [node] if not isinstance(self.values[node], dict) else [*self.placed_for[node], node]
+        asked = {a for n in items for a in self.placed_for.get(n, [])}
         return [u for n in items for u in n.users if u not in asked and not query.is_shape_query(u)]
 
     def _visit(self, node: Node) -> None:
-        want = self.values[node]
+        placement = self.values[node]
         if self.deps.is_parameter(node):
-            assert isinstance(want, Shard)
-            self.params[str(node.target)] = want
+            assert isinstance(placement, Shard)
+            self.params[str(node.target)] = placement
             return
         if node.target in self.planner.state_inputs and not self._used_elsewhere(node):
             return  # lives on the ranks: each passes in its own part
         if node.op != "call_function" or self._used_elsewhere(node) or node in self.planner.taken:
-            self._slice(node, want)
+            self._slice(node, placement)
             return
         contraction = self.planner.contractions.get(node)
         try:
-            demands = (
-                self._column(contraction, want) if contraction else self._rule_of(node)(node, want, self.ctx)
+            inputs = (
+                self._column(contraction, placement)
+                if contraction
+                else self._rule_of(node)(node, placement, self.ctx)
             )
         except CannotShard as reason:
             if not self.deps.is_pure(node):
                 raise _Failed(str(reason), node) from None
-            self._slice(node, want)
+            self._slice(node, placement)
             return
-        for source, part in demands.items():
-            self._ask(source, part, node)
+        for source, part in inputs.items():
+            self._place(source, part, node)
 
     def _rule_of(self, node: Node) -> rules.Rule:
         found = rules.find_rule(node)
@@ -305,23 +308,23 @@ class _Walk:
             raise CannotShard(f"numadist has no sharding rule for {query.op_name(node)}")
         return found
 
-    def _column(self, layer: Contraction, want: rules.Want) -> rules.Demands:
+    def _column(self, layer: Contraction, placement: rules.Placement) -> rules.InputPlacements:
         last = len(query.shape(layer.node)) - 1
-        if not isinstance(want, Shard) or set(want.dims) != {last}:
+        if not isinstance(placement, Shard) or set(placement.dims) != {last}:
             raise CannotShard("a linear layer can be column-parallel over its output features only")
         if layer.bias is not None and not self.deps.is_weight(layer.bias):
             raise CannotShard("its bias is computed, not a parameter")
         self.columns.append(layer.node)
-        demands: rules.Demands = {layer.weight: Shard({layer.weight_n_dim: want.dims[last]})}
+        inputs: rules.InputPlacements = {layer.weight: Shard({layer.weight_n_dim: placement.dims[last]})}
         if layer.bias is not None:
-            demands[layer.bias] = Shard({0: want.dims[last]})
-        return demands
+            inputs[layer.bias] = Shard({0: placement.dims[last]})
+        return inputs
 
-    def _slice(self, node: Node, want: rules.Want) -> None:
-        """Every rank has `node` whole: each takes its part where it is asked for."""
-        if isinstance(want, dict):
+    def _slice(self, node: Node, placement: rules.Placement) -> None:
+        """Every rank has `node` whole: each takes its part where it is read."""
+        if isinstance(placement, dict):
             raise _Failed("one output of several is used whole and in part", node)
-        self.slices[node] = (want, list(dict.fromkeys(self.asked_by[node])))
+        self.slices[node] = (placement, list(dict.fromkeys(self.placed_for[node])))
         del self.values[node]
 
     def _check_params(self) -> None:
@@ -329,11 +332,13 @@ class _Walk:
         bias = self.sink.bias
         if bias is not None and not self.deps.is_parameter(bias):
             raise _Failed("the bias of the row-parallel layer is computed, not a parameter", bias)
-        inside = {n for n in self.values if self.deps.is_parameter(n)} | ({bias} if bias else set())
+        # In an order of the graph: which node is blamed is part of the plan, and ranks must plan alike.
+        inside = sorted((n for n in self.values if self.deps.is_parameter(n)), key=self.index.__getitem__)
+        inside += [bias] if bias is not None and bias not in inside else []
         for node in inside:
             outside = [n for n in self.deps.same_parameter(node) if n not in inside]
             users = [u for u in node.users if u not in self.values and u is not self.sink.node]
             if outside or users:
                 raise _Failed(f"parameter {node.target} is also used outside the block", node)
-        if not all(torch.is_floating_point(self.deps.parameters[n.target]) for n in inside):
+        if not all(torch.is_floating_point(self.deps.parameters[str(n.target)]) for n in inside):
             raise _Failed("a parameter is not floating point (quantised?)", self.sink.node)

@@ -4,8 +4,8 @@ Without it a partial sum is all-reduced, and every rank then adds the residual a
 sum is reduce-scattered, ops that treat each token alone run on this rank's share, and a share is gathered where an op
 needs all tokens: a column-parallel layer, a slice along the sequence, the model's output.
 
-Which ops treat tokens alone is asked of the sharding rules: an op takes part if its rule, asked for a share of the
-output, asks for just the shares that are there. Its replicated inputs are sliced.
+Which ops treat tokens alone is what the sharding rules say: an op takes part if its rule, given a share of the output,
+needs just the shares that are there. Its replicated inputs are sliced.
 Source: arXiv 2205.05198. Differs: found on the graph; tokens are the first dim longer than one (sequences of a batch,
 or positions of one sequence), so that shares are contiguous and no collective needs a transposed copy.
 """
@@ -85,8 +85,8 @@ def sliced_inputs(node: Node, region: Region, num_ranks: int) -> dict[Node, Shar
     """Inputs of a node of the region that every rank has whole -> the part of them it reads."""
     if not any(source in region for source in node.all_input_nodes):
         return {}  # where a partial sum is scattered
-    demands = _demands(node, region[node], num_ranks)
-    return {source: part for source, part in demands.items() if source not in region}
+    inputs = _inputs_of(node, region[node], num_ranks)
+    return {source: part for source, part in inputs.items() if source not in region}
 
 
 def outside_readers(node: Node, region: Region) -> list[Node]:
@@ -159,16 +159,16 @@ def _share(node: Node, region: Region, num_ranks: int) -> Shard | None:
     dim = _first_long_dim(query.shape(node))
     if dim is None:
         return None
-    want = Shard({dim: cut})
+    placement = Shard({dim: cut})
     try:
-        demands = _demands(node, want, num_ranks)
+        inputs = _inputs_of(node, placement, num_ranks)
     except (CannotShard, NeedsUnit):
         return None
-    return want if all(demands.get(source) == region[source] for source in sources) else None
+    return placement if all(inputs.get(source) == region[source] for source in sources) else None
 
 
-def _demands(node: Node, want: Shard, num_ranks: int) -> dict[Node, Shard]:
+def _inputs_of(node: Node, placement: Shard, num_ranks: int) -> dict[Node, Shard]:
     rule = rules.find_rule(node)
     assert rule is not None, f"{node.name} is in no region"
-    demands = rule(node, want, rules.Context(num_ranks, inside_ok=False))
-    return {source: part for source, part in demands.items() if isinstance(part, Shard)}
+    inputs = rule(node, placement, rules.Context(num_ranks, inside_ok=False))
+    return {source: part for source, part in inputs.items() if isinstance(part, Shard)}

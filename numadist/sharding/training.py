@@ -17,11 +17,12 @@ from torch.fx import Graph, Node
 
 from numadist.sharding.collectives import Emitter
 
-_ops = torch.ops._c10d_functional
+_ops: Any = torch.ops._c10d_functional
 
 
 def _all_reduce(x: Tensor, group_name: str) -> Tensor:
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group_name))
+    total: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group_name))
+    return total
 
 
 class _Sum(torch.autograd.Function):
@@ -49,7 +50,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int, num_ranks: int, group_name: str) -> Tensor:
         ctx.rank, ctx.rows = rank, x.shape[0]
-        return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), num_ranks, group_name))
+        gathered: Tensor = _ops.wait_tensor(
+            _ops.all_gather_into_tensor(x.contiguous(), num_ranks, group_name)
+        )
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -57,15 +61,18 @@ class _Gather(torch.autograd.Function):
 
 
 def sum_over_ranks(x: Tensor, group_name: str) -> Tensor:
-    return _Sum.apply(x, group_name)
+    y: Tensor = _Sum.apply(x, group_name)  # type: ignore[no-untyped-call]  # torch\'s own
+    return y
 
 
 def enter_block(x: Tensor, group_name: str) -> Tensor:
-    return _Enter.apply(x, group_name)
+    y: Tensor = _Enter.apply(x, group_name)  # type: ignore[no-untyped-call]  # torch\'s own
+    return y
 
 
 def gather_over_ranks(x: Tensor, rank: int, num_ranks: int, group_name: str) -> Tensor:
-    return _Gather.apply(x, rank, num_ranks, group_name)
+    y: Tensor = _Gather.apply(x, rank, num_ranks, group_name)  # type: ignore[no-untyped-call]  # torch\'s own
+    return y
 
 
 def emit_trainable(group_name: str, rank: int, num_ranks: int) -> Emitter:

@@ -37,7 +37,8 @@ def conversions_of(model: torch.nn.Module) -> list[Conversion]:
     except ImportError:  # no transformers, or one that keeps parameters as its files do
         return []
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    found = [_conversion(entry) for entry in get_checkpoint_conversion_mapping(kind) or []]
+    table: Any = get_checkpoint_conversion_mapping
+    found = [_conversion(entry) for entry in table(kind) or []]
     return [entry for entry in found if entry is not None]
 
 

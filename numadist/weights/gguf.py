@@ -38,8 +38,8 @@ class GgufCheckpoint(Checkpoint):
             raise ShardError(f"{path} is no GGUF file: {e}") from None
         config: Any = getattr(model, "config", None)
         architecture = str(reader.fields["general.architecture"].contents())
-        processor_class = mapping.TENSOR_PROCESSORS.get(architecture, mapping.TensorProcessor)
-        self._processor = processor_class(config=config.to_dict() if config is not None else {})
+        processor_class: Any = mapping.TENSOR_PROCESSORS.get(architecture, mapping.TensorProcessor)
+        self._processor: Any = processor_class(config=config.to_dict() if config is not None else {})
         try:
             names = mapping.get_gguf_hf_weights_map(model, self._processor)
         except (NotImplementedError, AttributeError) as e:

@@ -146,7 +146,7 @@ def check_sequence_parallel_refused(rank, world):
     model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
     schema = numadist.plan(model, x, sequence_parallel=True)
     with pytest.raises(
-        numadist.ShardError, match="sequence parallelism, which numadist.shard has for inference"
+        numadist.ShardError, match=r"sequence parallelism, which numadist\.shard has for inference"
     ):
         numadist.shard(model, x, schema=schema, train=True)
 
