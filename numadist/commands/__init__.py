@@ -1,0 +1,1 @@
+"""`numadist COMMAND`: a file a command."""

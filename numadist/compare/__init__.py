@@ -1,0 +1,1 @@
+"""The comparison harness: variants of one model, in turn, in processes of their own."""

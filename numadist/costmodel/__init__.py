@@ -1,0 +1,1 @@
+"""What an op costs on a machine, from a profile of it."""

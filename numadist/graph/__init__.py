@@ -1,0 +1,1 @@
+"""A model as a graph: captured, put into one form, asked questions."""

@@ -1,0 +1,1 @@
+"""Memory on a chosen node, and where pages are."""

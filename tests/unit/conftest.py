@@ -61,3 +61,12 @@ def dump(tmp_path_factory):
 def recorded(request, dump):
     """Every recorded machine in turn."""
     return dump(request.param)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def checked_passes():
+    """Every pass over a graph is held against what it says of itself."""
+    from numadist.graph.passes import checking
+
+    with checking():
+        yield

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from numadist.graph.capture import as_args
-from numadist.graph.passes import checking
 from numadist.pipeline.stages import Site, capture, localize
 from numadist.sharding.build_schema import build_schema
 from numadist.sharding.collectives import Emitter
@@ -68,14 +67,13 @@ def shard_all(
     """Every rank's graph of `model`."""
     board = Board(num_ranks)
     graphs = []
-    with checking():
-        captured = capture(model, example_inputs, dynamic_shapes)
-        schema = schema or build_schema(captured, num_ranks)
-        if sequence_parallel and schema.sequence is None:
-            schema = replace(schema, sequence=plan_sequence(captured.gm, schema))
-        for rank in range(num_ranks):
-            site = Site(rank, board.emitter(rank), lambda shape, dtype: torch.empty(shape, dtype=dtype))
-            graphs.append(localize(copy.deepcopy(captured), schema, site, checkpoint).gm)
+    captured = capture(model, example_inputs, dynamic_shapes)
+    schema = schema or build_schema(captured, num_ranks)
+    if sequence_parallel and schema.sequence is None:
+        schema = replace(schema, sequence=plan_sequence(captured.gm, schema))
+    for rank in range(num_ranks):
+        site = Site(rank, board.emitter(rank), lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        graphs.append(localize(copy.deepcopy(captured), schema, site, checkpoint).gm)
     return schema, graphs, board
 
 
