@@ -11,7 +11,7 @@ from numadist.errors import ConfigError, NumadistError, PlacementError, PlanErro
 from numadist.launch import store
 from numadist.launch.environment import Job
 from numadist.launch.options import Options, UsageError, parse
-from numadist.launch.place import Plan, place
+from numadist.launch.place import Placement, place
 from numadist.launch.preflight import check, preflight_warnings
 from numadist.launch.report import plan_lines, say, warn
 from numadist.launch.spawn import EXIT_CANNOT_EXECUTE, EXIT_LAUNCHER_FAILED, EXIT_NOT_FOUND
@@ -108,7 +108,7 @@ def _with_environment(options: Options) -> Options:
     return replace(options, request=request, sysfs=root, env=env)
 
 
-def _show_plan(machine: Machine, plan: Plan, options: Options, show: Callable[[str], None]) -> None:
+def _show_plan(machine: Machine, plan: Placement, options: Options, show: Callable[[str], None]) -> None:
     """Placement through `show` (stdout where it is the result, stderr before a run); warnings to stderr."""
     request = options.request
     where = {"numa": "NUMA node", "socket": "socket", "node": "machine"}[request.per]
@@ -126,7 +126,7 @@ def _show_plan(machine: Machine, plan: Plan, options: Options, show: Callable[[s
         warn(text)
 
 
-def _run(options: Options, plan: Plan, command: list[str], thread_order: tuple[int, ...]) -> int:
+def _run(options: Options, plan: Placement, command: list[str], thread_order: tuple[int, ...]) -> int:
     _open_standard_streams()
     # Other machines' launchers serve no store: machine 0 does, and must be reachable from them.
     sock = None

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from numadist.launch.options import Options
-from numadist.launch.place import Plan, RankPlacement
+from numadist.launch.place import Placement, RankPlacement
 from numadist.topology.cpuset import format_list
 
 
@@ -26,7 +26,7 @@ def error_file(job: Job, rank: int, restart: int) -> str:
 def rank_environment(
     inherited: Mapping[str, str],
     options: Options,
-    plan: Plan,
+    plan: Placement,
     placement: RankPlacement,
     job: Job,
     restart: int,

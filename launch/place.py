@@ -47,7 +47,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Placement:
     """Ranks in rank order, and what the user loses by it, one sentence each."""
 
     ranks: tuple[RankPlacement, ...]
@@ -61,8 +61,8 @@ class Plan:
         return {"ranks": ranks, "warnings": list(self.warnings), "machine": machine.to_dict()}
 
 
-def place(machine: Machine, request: Request) -> Plan:
-    """Plan of all ranks on this machine. Raises: PlacementError, the message naming the option at fault."""
+def place(machine: Machine, request: Request) -> Placement:
+    """Where all ranks of this machine run. Raises: PlacementError, the message naming the option at fault."""
     warnings: list[str] = []
     if request.cpus is not None:
         groups = [_literal(machine, request.cpus, cpus) for cpus in request.cpus]
@@ -74,7 +74,7 @@ def place(machine: Machine, request: Request) -> Plan:
         _rank(machine, request, rank, cores, cpus, warnings) for rank, (cores, cpus) in enumerate(groups)
     )
     ranks = _within_quota(machine, request, ranks, warnings)
-    return Plan(ranks, tuple(dict.fromkeys(warnings)))
+    return Placement(ranks, tuple(dict.fromkeys(warnings)))
 
 
 Group = tuple[tuple[Core, ...], tuple[int, ...]]  # cores of a rank, and its CPUs among theirs

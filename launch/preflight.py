@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from numadist import _syscalls
-from numadist.launch.place import Plan
+from numadist.launch.place import Placement
 from numadist.topology.cpuset import format_list
 from numadist.topology.machine import Machine
 from numadist.topology.sysfs import CPU, read_text
@@ -28,7 +28,7 @@ class Finding:
 
 
 def preflight_warnings(
-    machine: Machine, plan: Plan, environ: Mapping[str, str], root: str = "/"
+    machine: Machine, plan: Placement, environ: Mapping[str, str], root: str = "/"
 ) -> list[str]:
     """One sentence a problem, with its remedy; the run goes on."""
     # Since Linux 5.12 memory under a BIND policy is balanced only on request.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from numadist.launch.output import Stream
-from numadist.launch.place import Plan, RankPlacement
+from numadist.launch.place import Placement, RankPlacement
 from numadist.topology.cpuset import format_list
 from numadist.topology.machine import Machine
 from numadist.topology.render import gib, plural, short_list, summary
@@ -59,7 +59,7 @@ def environment_line(number: int, environment: Mapping[str, str], inherited: Map
     return f"r{number} environment {' '.join(f'{name}={shlex.quote(changed[name])}' for name in sorted(changed))}"
 
 
-def plan_lines(machine: Machine, plan: Plan, how: str) -> list[str]:
+def plan_lines(machine: Machine, plan: Placement, how: str) -> list[str]:
     """The machine, then one line a rank. how: e.g. `1 per NUMA node`."""
     lines = [f"{summary(machine)}; {plural(len(plan.ranks), 'rank')}, {how}"]
     for r in plan.ranks:

@@ -13,7 +13,7 @@ from numadist.launch.environment import Job, error_file, rank_environment
 from numadist.launch.oom import SAMPLE_EVERY_S, OomWatch
 from numadist.launch.options import Options
 from numadist.launch.output import MAX_QUEUED_BYTES, Sink, Stream, poll_selector
-from numadist.launch.place import Plan, RankPlacement
+from numadist.launch.place import Placement, RankPlacement
 from numadist.launch.report import Failure, environment_line, failure_summary, say, warn
 from numadist.launch.spawn import EXIT_LAUNCHER_FAILED, SpawnError, Start, Started, await_exec, spawn
 
@@ -68,7 +68,7 @@ class Rank:
 class Supervisor:
     """One run of numarun, from the first fork to the exit code."""
 
-    def __init__(self, options: Options, plan: Plan, job: Job, sock: socket.socket | None) -> None:
+    def __init__(self, options: Options, plan: Placement, job: Job, sock: socket.socket | None) -> None:
         self.options, self.plan, self.job, self.sock = options, plan, job, sock
         self.sinks = {1: Sink(1), 2: Sink(2)}
         self.ranks: list[Rank] = []

@@ -31,11 +31,11 @@ MASKS = ("", "causal", "dense")
 DTYPES = ("float32", "bfloat16")
 _MIN_BLOCK_S = 2e-3  # one timing spans at least so long
 
-Job = Callable[[], object]
+Call = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
 
 
-def best_seconds(jobs: dict[Name, Job], rounds: int = ROUNDS) -> dict[Name, float]:
+def best_seconds(jobs: dict[Name, Call], rounds: int = ROUNDS) -> dict[Name, float]:
     """Smallest time of one call of each job, over interleaved rounds of blocks long enough for the clock."""
     calls = {}
     for name, job in jobs.items():
@@ -139,7 +139,7 @@ def _stream_gbs(cpus: list[int], node: int) -> float:
     return _in_thread(cpus, run)
 
 
-def _linear_job(rows: int, dtype: torch.dtype) -> Job:
+def _linear_job(rows: int, dtype: torch.dtype) -> Call:
     """A linear layer with packed weights, as frozen graphs run it."""
     k, n = GEMM_SIZE
     x, weight, bias = torch.randn(rows, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
@@ -149,13 +149,13 @@ def _linear_job(rows: int, dtype: torch.dtype) -> Job:
     return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def attention_jobs(seq: int, dtype: torch.dtype, mask: str) -> dict[str, Job]:
+def attention_jobs(seq: int, dtype: torch.dtype, mask: str) -> dict[str, Call]:
     """The same attention by torch's kernel and, where ranks would use it on this machine, by ours."""
     q, k, v = (torch.randn(1, HEADS, seq, DEPTH).to(dtype) for _ in range(3))
     dense = torch.ones(seq, seq, dtype=torch.bool).tril()[None, None] if mask == "dense" else None
     is_causal = mask == "causal"
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    jobs: dict[str, Job] = {"attention": lambda: sdpa(q, k, v, dense, is_causal=is_causal)}
+    jobs: dict[str, Call] = {"attention": lambda: sdpa(q, k, v, dense, is_causal=is_causal)}
     if kernel.pays(DEPTH, dtype, None if dense is None else dense.dtype, is_causal):
         ours = torch.ops.numadist.attention.default
         jobs["own_attention"] = lambda: ours(q, k, v, dense, is_causal, DEPTH**-0.5)
@@ -164,7 +164,7 @@ def attention_jobs(seq: int, dtype: torch.dtype, mask: str) -> dict[str, Job]:
 
 def _rates() -> dict[str, dict[str, Table]]:
     """{linear | attention | own_attention: tables of GFLOP/s by dtype, or kind of attention}."""
-    jobs: dict[tuple[str, str, int], Job] = {}
+    jobs: dict[tuple[str, str, int], Call] = {}
     flops: dict[tuple[str, str, int], float] = {}
     for dtype in DTYPES:
         for rows in GEMM_ROWS:

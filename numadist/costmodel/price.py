@@ -18,7 +18,7 @@ _LINES_IN_FLIGHT, _LINE_BYTES = 10, 64
 
 
 @dataclass(frozen=True)
-class Team:
+class CoreGroup:
     """The cores that run one copy of the graph, and the memory bandwidth they get together."""
 
     cores: int
@@ -37,25 +37,25 @@ class BlockCost:
         return self.sharded_s < self.replicated_s
 
 
-def rank_team(profile: MachineProfile, ranks: int) -> Team:
+def rank_cores(profile: MachineProfile, ranks: int) -> CoreGroup:
     """One of `ranks` equal ranks, each on its own node or its share of one."""
     cores = max(1, profile.num_cores // ranks)
     per_node = max(1.0, ranks / profile.nodes)
     # A rank over several nodes reads its shards from all of them, like a process that knows of none.
     nodes = max(1, profile.nodes // ranks)
     stream = profile.local_gbs / per_node if nodes == 1 else _oblivious_gbs(profile, nodes)
-    return Team(cores, min(stream, profile.core_gbs * cores))
+    return CoreGroup(cores, min(stream, profile.core_gbs * cores))
 
 
-def process_team(profile: MachineProfile, policy: str) -> Team:
+def process_cores(profile: MachineProfile, policy: str) -> CoreGroup:
     """One process on the whole machine, or on its first node. Raises: ConfigError for an unknown policy."""
     if policy not in POLICIES:
         raise ConfigError(f"unknown policy {policy!r}; known: {', '.join(POLICIES)}")
     if policy == "one-node":
-        return Team(profile.cores_per_node, profile.local_gbs)
+        return CoreGroup(profile.cores_per_node, profile.local_gbs)
     if policy == "interleave":
-        return Team(profile.num_cores, profile.nodes * min(profile.remote_gbs, profile.local_gbs))
-    return Team(profile.num_cores, _oblivious_gbs(profile, profile.nodes))
+        return CoreGroup(profile.num_cores, profile.nodes * min(profile.remote_gbs, profile.local_gbs))
+    return CoreGroup(profile.num_cores, _oblivious_gbs(profile, profile.nodes))
 
 
 def _oblivious_gbs(profile: MachineProfile, nodes: int) -> float:
@@ -67,8 +67,8 @@ def _oblivious_gbs(profile: MachineProfile, nodes: int) -> float:
 
 def process_s(work: Work, profile: MachineProfile, software: Software, policy: str = "default") -> float:
     """One process under a memory policy, unsharded and with torch's own attention."""
-    team, software = process_team(profile, policy), replace(software, own_attention=False)
-    seconds = sum(op_s(op, 1.0, team, work.dtype, profile, software) for op in work.ops)
+    group, software = process_cores(profile, policy), replace(software, own_attention=False)
+    seconds = sum(op_s(op, 1.0, group, work.dtype, profile, software) for op in work.ops)
     if policy == "one-node":
         return seconds * software.one_node_slowdown
     return seconds * (1 + software.balancing) if policy == "default" and profile.nodes > 1 else seconds
@@ -79,26 +79,26 @@ def sharded_s(work: Work, profile: MachineProfile, software: Software) -> float:
 
     One rank is a process that runs what ranks run.
     """
-    team = rank_team(profile, work.num_ranks)
-    seconds = sum(op_s(op, op.share, team, work.dtype, profile, software) for op in work.ops)
+    group = rank_cores(profile, work.num_ranks)
+    seconds = sum(op_s(op, op.share, group, work.dtype, profile, software) for op in work.ops)
     return seconds + sum(reduction_s(r, work.num_ranks, profile, software) for r in work.reductions)
 
 
 def block_costs(work: Work, profile: MachineProfile, software: Software) -> list[BlockCost]:
     """Of every block of the schema, in its order."""
-    team = rank_team(profile, work.num_ranks)
+    group = rank_cores(profile, work.num_ranks)
     sharded, whole = [0.0] * work.num_blocks, [0.0] * work.num_blocks
     for op in work.ops:
         if op.block is not None:
-            sharded[op.block] += op_s(op, op.share, team, work.dtype, profile, software)
-            whole[op.block] += op_s(op, 1.0, team, work.dtype, profile, software)
+            sharded[op.block] += op_s(op, op.share, group, work.dtype, profile, software)
+            whole[op.block] += op_s(op, 1.0, group, work.dtype, profile, software)
     for r in work.reductions:
         sharded[r.block] += reduction_s(r, work.num_ranks, profile, software)
     return [BlockCost(*pair) for pair in zip(sharded, whole, strict=True)]
 
 
 def op_s(
-    op: OpWork, share: float, team: Team, dtype: str, profile: MachineProfile, software: Software
+    op: OpWork, share: float, group: CoreGroup, dtype: str, profile: MachineProfile, software: Software
 ) -> float:
     """One op on one team that does `share` of it."""
     factor = software.traffic_factor(profile.l2_bytes)
@@ -111,11 +111,11 @@ def op_s(
     else:
         streamed += op.activation_bytes
     seconds = share * (
-        op.flops / (1e9 * _gflops(op, dtype, team, profile, software))
-        + streamed / (1e9 * team.stream_gbs)
-        + cached / (1e9 * profile.cache_gbs * team.cores)
+        op.flops / (1e9 * _gflops(op, dtype, group, profile, software))
+        + streamed / (1e9 * group.stream_gbs)
+        + cached / (1e9 * profile.cache_gbs * group.cores)
     )
-    return seconds + 1e-6 * op.count * (profile.op_us + (profile.region_us if team.cores > 1 else 0.0))
+    return seconds + 1e-6 * op.count * (profile.op_us + (profile.region_us if group.cores > 1 else 0.0))
 
 
 def reduction_s(r: Reduction, ranks: int, profile: MachineProfile, software: Software) -> float:
@@ -125,14 +125,14 @@ def reduction_s(r: Reduction, ranks: int, profile: MachineProfile, software: Sof
     return r.weight * software.sum_passes[ranks] * r.num_bytes / (1e9 * remote_core_gbs)
 
 
-def _gflops(op: OpWork, dtype: str, team: Team, profile: MachineProfile, software: Software) -> float:
+def _gflops(op: OpWork, dtype: str, group: CoreGroup, profile: MachineProfile, software: Software) -> float:
     if software.flops_per_cycle is not None:
-        return software.flops_per_cycle * profile.clock_ghz * team.cores
+        return software.flops_per_cycle * profile.clock_ghz * group.cores
     if op.kind == "attention":
         table, size = _attention_rates(op, dtype, profile, software), op.keys
     else:
         table, size = _rates_of(profile.gemm_gflops, dtype), op.rows
-    return interpolate(table, size) * _scaling(team.cores, profile)
+    return interpolate(table, size) * _scaling(group.cores, profile)
 
 
 def _attention_rates(op: OpWork, dtype: str, profile: MachineProfile, software: Software) -> Table:

@@ -32,7 +32,7 @@ bool may_use_tiles() {
          syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureXtiledata) == 0;
 }
 
-Isa find_best() {
+Isa find_argmax() {
   __builtin_cpu_init();
   if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")))
     return Isa::kPortable;
@@ -43,12 +43,12 @@ Isa find_best() {
   return may_use_tiles() ? Isa::kAmxBf16 : Isa::kAvx512Bf16;
 }
 #else
-Isa find_best() { return Isa::kPortable; }
+Isa find_argmax() { return Isa::kPortable; }
 #endif
 
 // Of the CPU; found once, so tiles are asked for once.
 Isa cpu_isa() {
-  static const Isa isa = find_best();
+  static const Isa isa = find_argmax();
   return isa;
 }
 

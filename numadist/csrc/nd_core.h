@@ -333,8 +333,8 @@ ND_API int nd_int8_linear(int fast, const void* x, const void* blob, const float
 
 /* For every row of logits, f32 or bf16: the bits of its highest value as f32, and first + its index; of equals the
  * first, and a NaN before all. out [rows][2]; row_stride in elements. -EINVAL: another dtype, no columns. */
-ND_API int nd_best(const void* logits, int dtype, size_t rows, size_t cols, size_t row_stride, int32_t first,
-                   int32_t* out);
+ND_API int nd_argmax(const void* logits, int dtype, size_t rows, size_t cols, size_t row_stride,
+                     int32_t first, int32_t* out);
 
 /* ==== calls made again ==== */
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from numadist.errors import GenerateError
-from numadist.kernels import best
+from numadist.kernels import argmax
 
 # With more candidates than this, ranks send their logits whole.
 MAX_CANDIDATES = 64
@@ -60,9 +60,9 @@ def local_candidates(logits_BV: Tensor, count: int | None, first_token: int, num
     count: None sends all; then C is num_tokens, the largest part of the vocabulary a rank has, and the rest is -inf.
     """
     if count == 1:
-        if not best.takes(logits_BV):
+        if not argmax.takes(logits_BV):
             logits_BV = logits_BV.float().contiguous()
-        return best.best(logits_BV, first_token).view(-1)
+        return argmax.argmax(logits_BV, first_token).view(-1)
     logits_BV = logits_BV.float()
     part = logits_BV.shape[-1]
     if count is None:

@@ -55,7 +55,7 @@ class LeftAlone:
 
 
 @dataclass
-class Plan:
+class PropagatedPlan:
     num_ranks: int
     blocks: list[BlockPlan] = field(default_factory=list)
     row_splits: list[RowSplit] = field(default_factory=list)
@@ -80,7 +80,7 @@ class _Reach:
     output: bool
 
 
-def plan(gm: GraphModule, num_ranks: int, state_inputs: frozenset[str] = frozenset()) -> Plan:
+def plan(gm: GraphModule, num_ranks: int, state_inputs: frozenset[str] = frozenset()) -> PropagatedPlan:
     """Decide for `num_ranks` ranks which linear layers are column-parallel, row-parallel or replicated.
 
     state_inputs: inputs that live on the ranks, each of which passes in its own part.
@@ -97,8 +97,8 @@ class _Planner:
         self.state_inputs = state_inputs
         self.taken: set[Node] = set()  # sinks and columns of committed blocks
 
-    def run(self) -> Plan:
-        result = Plan(self.num_ranks)
+    def run(self) -> PropagatedPlan:
+        result = PropagatedPlan(self.num_ranks)
         failures: dict[Node, _Failed] = {}
         for node, contraction in self.contractions.items():
             if self.num_ranks == 1 or node in self.taken:

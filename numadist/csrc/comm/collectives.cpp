@@ -1,6 +1,6 @@
 // The collectives. Every one of them waits for every peer, so a call that differs is seen by all ranks and
 // none returns. docs/algorithms.md has steps and bytes of each.
-#include "comm/scope.h"
+#include "comm/collective_call.h"
 
 namespace nd {
 namespace {
@@ -97,8 +97,8 @@ int reduce_by_two_shot(NdGroup& g, const Bytes* in, Bytes* out, size_t bytes, co
 using namespace nd;
 
 int nd_barrier(NdGroup* g) {
-  Scope scope(g, ND_BARRIER, 0);
-  if (scope.code != 0) return scope.code;
+  CollectiveCall call(g, ND_BARRIER, 0);
+  if (call.code != 0) return call.code;
   publish(*g);
   return wait_all(*g, g->seq, true);
 }
@@ -107,8 +107,8 @@ int nd_all_reduce(NdGroup* g, const void* in, void* out, size_t count, int dtype
   Reduction r;
   if (const int rc = find_reduction(dtype, op, &r)) return rc;
   const size_t bytes = count * r.elem_bytes;
-  Scope scope(g, ND_ALL_REDUCE, bytes, -1, dtype, op);
-  if (scope.code != 0) return scope.code;
+  CollectiveCall call(g, ND_ALL_REDUCE, bytes, -1, dtype, op);
+  if (call.code != 0) return call.code;
   const auto* src = static_cast<const Bytes*>(in);
   auto* dst = static_cast<Bytes*>(out);
   const auto consume = [&](size_t at, size_t n, const void* const* srcs) {
@@ -121,8 +121,8 @@ int nd_all_reduce(NdGroup* g, const void* in, void* out, size_t count, int dtype
 }
 
 int nd_all_gather(NdGroup* g, const void* in, void* const* outs, size_t bytes, int dtype) {
-  Scope scope(g, ND_ALL_GATHER, bytes, -1, dtype);
-  if (scope.code != 0) return scope.code;
+  CollectiveCall call(g, ND_ALL_GATHER, bytes, -1, dtype);
+  if (call.code != 0) return call.code;
   const Chunks chunks{bytes, kSlotBytes};
   const auto fill = [&](size_t k, Bytes* slot) {
     copy(slot, static_cast<const Bytes*>(in) + chunks.begin(k), chunks.size(k));
@@ -142,8 +142,8 @@ int nd_reduce_scatter(NdGroup* g, const void* const* ins, void* out, size_t coun
   Reduction r;
   if (const int rc = find_reduction(dtype, op, &r)) return rc;
   const size_t bytes = count * r.elem_bytes, piece = piece_bytes(*g);
-  Scope scope(g, ND_REDUCE_SCATTER, bytes, -1, dtype, op);
-  if (scope.code != 0) return scope.code;
+  CollectiveCall call(g, ND_REDUCE_SCATTER, bytes, -1, dtype, op);
+  if (call.code != 0) return call.code;
   const Chunks chunks{bytes, piece};
   const auto fill = [&](size_t k, Bytes* slot) {
     for (int s = 1; s < g->world; ++s) {
@@ -162,8 +162,8 @@ int nd_reduce_scatter(NdGroup* g, const void* const* ins, void* out, size_t coun
 
 int nd_broadcast(NdGroup* g, void* buf, size_t bytes, int dtype, int root) {
   if (root < 0 || root >= g->world) return -EINVAL;
-  Scope scope(g, ND_BROADCAST, bytes, root, dtype);
-  if (scope.code != 0) return scope.code;
+  CollectiveCall call(g, ND_BROADCAST, bytes, root, dtype);
+  if (call.code != 0) return call.code;
   const Chunks chunks{bytes, kSlotBytes};
   const auto fill = [&](size_t k, Bytes* slot) {
     if (g->rank == root) copy(slot, static_cast<Bytes*>(buf) + chunks.begin(k), chunks.size(k));
@@ -178,8 +178,8 @@ int nd_broadcast(NdGroup* g, void* buf, size_t bytes, int dtype, int root) {
 int nd_scatter(NdGroup* g, const void* const* ins, void* out, size_t bytes, int dtype, int root) {
   if (root < 0 || root >= g->world) return -EINVAL;
   const size_t piece = piece_bytes(*g);
-  Scope scope(g, ND_SCATTER, bytes, root, dtype);
-  if (scope.code != 0) return scope.code;
+  CollectiveCall call(g, ND_SCATTER, bytes, root, dtype);
+  if (call.code != 0) return call.code;
   const Chunks chunks{bytes, piece};
   const auto fill = [&](size_t k, Bytes* slot) {
     for (int s = 1; g->rank == root && s < g->world; ++s) {
@@ -199,8 +199,8 @@ int nd_scatter(NdGroup* g, const void* const* ins, void* out, size_t bytes, int 
 
 int nd_gather(NdGroup* g, const void* in, void* const* outs, size_t bytes, int dtype, int root) {
   if (root < 0 || root >= g->world) return -EINVAL;
-  Scope scope(g, ND_GATHER, bytes, root, dtype);
-  if (scope.code != 0) return scope.code;
+  CollectiveCall call(g, ND_GATHER, bytes, root, dtype);
+  if (call.code != 0) return call.code;
   const Chunks chunks{bytes, kSlotBytes};
   const auto fill = [&](size_t k, Bytes* slot) {
     if (g->rank != root) copy(slot, static_cast<const Bytes*>(in) + chunks.begin(k), chunks.size(k));
@@ -221,8 +221,8 @@ int nd_reduce(NdGroup* g, const void* in, void* out, size_t count, int dtype, in
   Reduction r;
   if (const int rc = find_reduction(dtype, op, &r)) return rc;
   const size_t bytes = count * r.elem_bytes;
-  Scope scope(g, ND_REDUCE, bytes, root, dtype, op);
-  if (scope.code != 0) return scope.code;
+  CollectiveCall call(g, ND_REDUCE, bytes, root, dtype, op);
+  if (call.code != 0) return call.code;
   const Chunks chunks{bytes, kSlotBytes};
   const auto fill = [&](size_t k, Bytes* slot) {
     if (g->rank != root) copy(slot, static_cast<const Bytes*>(in) + chunks.begin(k), chunks.size(k));
@@ -261,8 +261,8 @@ static int agree_on_sizes(NdGroup& g, const size_t* in_bytes, const size_t* out_
 int nd_all_to_all(NdGroup* g, const void* const* ins, const size_t* in_bytes, void* const* outs,
                   const size_t* out_bytes, int dtype) {
   const size_t piece = piece_bytes(*g);
-  Scope scope(g, ND_ALL_TO_ALL, 0, -1, dtype);
-  if (scope.code != 0) return scope.code;
+  CollectiveCall call(g, ND_ALL_TO_ALL, 0, -1, dtype);
+  if (call.code != 0) return call.code;
   size_t max_bytes = 0;
   if (const int rc = agree_on_sizes(*g, in_bytes, out_bytes, &max_bytes)) return rc;
   const auto fill = [&](size_t k, Bytes* slot) {

@@ -1,7 +1,7 @@
 // all_reduce together with bias, residual and norm: one pass over the data instead of three.
 #include <stdlib.h>
 
-#include "comm/scope.h"
+#include "comm/collective_call.h"
 
 namespace nd {
 namespace {
@@ -31,8 +31,8 @@ int nd_all_reduce_fused(NdGroup* g, const void* in, void* out, size_t rows, int 
   if (e.cols == 0 || e.cols > INT32_MAX) return -EINVAL;
   const size_t row_bytes = e.cols * r.elem_bytes, bytes = rows * row_bytes;
   // The length of a row stands where other calls have their root: ranks must agree on it.
-  Scope scope(g, ND_ALL_REDUCE_FUSED, bytes, static_cast<int>(e.cols), dtype, ND_SUM);
-  if (scope.code != 0) return scope.code;
+  CollectiveCall call(g, ND_ALL_REDUCE_FUSED, bytes, static_cast<int>(e.cols), dtype, ND_SUM);
+  if (call.code != 0) return call.code;
   const auto* src = static_cast<const Bytes*>(in);
   const auto finish = [&](size_t at, size_t n, const void* const* srcs, int num_srcs) {
     Bytes* residual = e.residual == nullptr ? nullptr : static_cast<Bytes*>(e.residual) + at;

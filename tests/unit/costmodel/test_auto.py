@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from numadist.costmodel.presets import CASCADE_LAKE, HASWELL_EX, PRESETS
-from numadist.costmodel.price import POLICIES, process_s, process_team, rank_team, sharded_s
+from numadist.costmodel.price import POLICIES, process_cores, process_s, rank_cores, sharded_s
 from numadist.costmodel.profile import MachineProfile, interpolate
 from numadist.costmodel.software import NUMADIST, SOFTWARE
 from numadist.errors import ConfigError
@@ -164,14 +164,14 @@ def test_remote_memory_makes_one_process_slower_and_ranks_not(captured, software
 
 def test_an_unknown_policy_is_named(captured):
     with pytest.raises(ConfigError, match="'numactl'; known: default"):
-        process_team(CASCADE_LAKE, "numactl")
-    assert [process_team(CASCADE_LAKE, p).cores for p in POLICIES] == [30, 30, 30, 15]
+        process_cores(CASCADE_LAKE, "numactl")
+    assert [process_cores(CASCADE_LAKE, p).cores for p in POLICIES] == [30, 30, 30, 15]
 
 
 def test_ranks_share_a_nodes_bandwidth():
-    assert rank_team(CASCADE_LAKE, 2).stream_gbs == CASCADE_LAKE.local_gbs
-    assert rank_team(CASCADE_LAKE, 4).stream_gbs == CASCADE_LAKE.local_gbs / 2
-    assert rank_team(CASCADE_LAKE, 4).cores == 7
+    assert rank_cores(CASCADE_LAKE, 2).stream_gbs == CASCADE_LAKE.local_gbs
+    assert rank_cores(CASCADE_LAKE, 4).stream_gbs == CASCADE_LAKE.local_gbs / 2
+    assert rank_cores(CASCADE_LAKE, 4).cores == 7
 
 
 def test_one_rank_has_no_sums(captured):

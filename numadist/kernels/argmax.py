@@ -1,4 +1,4 @@
-"""The best of each row of logits: what a greedy step asks of a rank."""
+"""The highest logit of each row: what a greedy step needs of a rank."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ def takes(logits_BV: Tensor) -> bool:
     return logits_BV.dtype in _CODES and logits_BV.shape[-1] > 0 and logits_BV.stride(-1) == 1
 
 
-def best(logits_BV: Tensor, first_token: int) -> Tensor:
+def argmax(logits_BV: Tensor, first_token: int) -> Tensor:
     """int32 [B, 2]: bits of the highest value as float32, and first_token + its index; of equals the first.
 
     Raises: NativeError for what `takes` refuses.
@@ -21,7 +21,7 @@ def best(logits_BV: Tensor, first_token: int) -> Tensor:
     num_rows, num_tokens = logits_BV.shape
     out = torch.empty((num_rows, 2), dtype=torch.int32)
     call(
-        lib.nd_best,
+        lib.nd_argmax,
         logits_BV.data_ptr(),
         _CODES.get(logits_BV.dtype, -1),
         num_rows,
@@ -29,6 +29,6 @@ def best(logits_BV: Tensor, first_token: int) -> Tensor:
         logits_BV.stride(0),
         first_token,
         out.data_ptr(),
-        what=lambda: f"best of logits {list(logits_BV.shape)}, {logits_BV.dtype}",
+        what=lambda: f"argmax of logits {list(logits_BV.shape)}, {logits_BV.dtype}",
     )
     return out

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from numadist.errors import NativeError
-from numadist.kernels import best
+from numadist.kernels import argmax
 
 
 def check(logits):
-    seen = best.best(logits, 100)
+    seen = argmax.argmax(logits, 100)
     values, tokens = logits.float().max(-1)
     assert torch.equal(seen[:, 1], tokens.int() + 100)
     assert torch.equal(seen[:, 0], values.view(torch.int32))
@@ -33,7 +33,7 @@ def test_of_what_is_not_a_number_the_first_wins():
 
 
 def test_other_dtypes_and_layouts_are_not_taken():
-    assert not best.takes(torch.zeros(2, 3, dtype=torch.float16))
-    assert not best.takes(torch.zeros(3, 2).t())
-    with pytest.raises(NativeError, match=r"best of logits \[2, 3\]"):
-        best.best(torch.zeros(2, 3, dtype=torch.float16), 0)
+    assert not argmax.takes(torch.zeros(2, 3, dtype=torch.float16))
+    assert not argmax.takes(torch.zeros(3, 2).t())
+    with pytest.raises(NativeError, match=r"argmax of logits \[2, 3\]"):
+        argmax.argmax(torch.zeros(2, 3, dtype=torch.float16), 0)

@@ -1,6 +1,6 @@
 // What all collectives share: entering and leaving, chunks, and the frame of the one-step ones.
-#ifndef ND_SCOPE_H
-#define ND_SCOPE_H
+#ifndef ND_COLLECTIVE_CALL_H
+#define ND_COLLECTIVE_CALL_H
 
 #include <errno.h>
 #include <string.h>
@@ -35,9 +35,10 @@ inline size_t round_down(size_t n, size_t unit) { return n / unit * unit; }
 inline int peer_at(const NdGroup& g, int shift) { return (g.rank + shift) % g.world; }
 
 // Enters a collective: takes the lock, refuses a forked or failed handle, sets the deadline, announces the call.
-class Scope {
+class CollectiveCall {
  public:
-  Scope(NdGroup* group, NdColl coll, uint64_t bytes, int root = -1, int dtype = 0, int op = 0) : g_(*group) {
+  CollectiveCall(NdGroup* group, NdColl coll, uint64_t bytes, int root = -1, int dtype = 0, int op = 0)
+      : g_(*group) {
     if (g_.magic != kMagic) {
       code = -ECHILD;
       return;
@@ -65,14 +66,14 @@ class Scope {
     words.what.store(what, std::memory_order_relaxed);
     words.bytes.store(bytes, std::memory_order_relaxed);
   }
-  ~Scope() {
+  ~CollectiveCall() {
     if (!locked_) return;
     if (entered_) ++g_.stats.num_calls;
     if (begin_ns_ != 0) g_.stats.total_ns += now_ns() - begin_ns_;
     g_.mutex->unlock();
   }
-  Scope(const Scope&) = delete;
-  Scope& operator=(const Scope&) = delete;
+  CollectiveCall(const CollectiveCall&) = delete;
+  CollectiveCall& operator=(const CollectiveCall&) = delete;
 
   int code = 0;
 

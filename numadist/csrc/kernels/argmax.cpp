@@ -52,8 +52,8 @@ Best best_of(size_t n, const Load& load) {
 }  // namespace
 }  // namespace nd
 
-int nd_best(const void* logits, int dtype, size_t rows, size_t cols, size_t row_stride, int32_t first,
-            int32_t* out) {
+int nd_argmax(const void* logits, int dtype, size_t rows, size_t cols, size_t row_stride, int32_t first,
+              int32_t* out) {
   using namespace nd;
   if ((dtype != ND_F32 && dtype != ND_BF16) || cols == 0) return -EINVAL;
   for (size_t row = 0; row < rows; ++row) {
