@@ -83,7 +83,9 @@ class Runner:
         stays = _heads_may_stay(step, self.schema)
         self.vocabulary = _vocabulary(step, self.schema, peers.rank, stays)
         site = Site(peers.rank, local_heads(peers.emitter) if stays else peers.emitter)
-        self.part = localize(step.captured, self.schema, site, checkpoint_of(weights, model))
+        self.part = localize(
+            step.captured, self.schema, site, checkpoint_of(weights, model, warn=peers.rank == 0)
+        )
         self.local_bytes = self.part.num_bytes
         self._forward: Callable[..., Tensor] = self.part.gm
         if compile:

@@ -1,6 +1,7 @@
 """From an unmodified model to one exported graph, with its call signature and parameter names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from numadist.errors import ShardError
+from numadist.graph.unchanged import unchanged
 
 
 @dataclass
@@ -20,6 +22,8 @@ class CapturedModel:
     constants: keyword inputs of the example that are no tensors; they are part of the graph and may be left out.
     one_shape: it holds for the sizes of the example only.
     state_inputs: names of inputs that live on the ranks: each passes in its own part (keys and values).
+    persistent_buffers: names of buffers that checkpoints have.
+    training: the mode that the model was in.
     """
 
     gm: GraphModule
@@ -28,22 +32,30 @@ class CapturedModel:
     constants: Mapping[str, Any] = field(default_factory=dict)
     one_shape: bool = True
     state_inputs: frozenset[str] = frozenset()
+    persistent_buffers: frozenset[str] = frozenset()
+    training: bool = False
 
 
-def export(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = None) -> CapturedModel:
-    """Export `model` at these inputs.
+def export(
+    model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = None, train: bool = False
+) -> CapturedModel:
+    """Export `model` at these inputs; the model itself, its attributes included, is as before.
 
     example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs.
     dynamic_shapes: as torch.export.export takes it; keyword inputs that it does not name are of fixed size.
-    Raises: ShardError if the model cannot be exported (control flow that depends on data, graph breaks).
+    train: gradients will flow through the graph, so it has the model's own no_grad() in it.
+    Raises: ShardError if the model cannot be exported (control flow that depends on data, graph breaks), or for
+        training has an autograd.Function, whose backward a graph does not have.
     """
     args, kwargs = as_args(example_inputs)
     one_shape = dynamic_shapes is None
     if isinstance(dynamic_shapes, dict):  # torch.export wants every input named, fixed ones with None
         dynamic_shapes = {**dict.fromkeys(kwargs), **dynamic_shapes}
     try:
-        with torch.no_grad():
+        with unchanged(model), torch.set_grad_enabled(train), _custom_backward_refused(train):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    except ShardError:
+        raise
     except Exception as e:  # torch.export has no common base class for its failures
         raise ShardError(
             f"{type(model).__name__} cannot be captured as one graph by torch.export: {type(e).__name__}: {e}"
@@ -51,7 +63,37 @@ def export(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = No
     gm = program.module()
     assert isinstance(gm, GraphModule)
     constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
-    return CapturedModel(gm, type(model).__name__, _tied_names(model), constants, one_shape)
+    persistent = frozenset(model.state_dict(keep_vars=True)) & {name for name, _ in model.named_buffers()}
+    return CapturedModel(
+        gm,
+        type(model).__name__,
+        _tied_names(model),
+        constants,
+        one_shape,
+        persistent_buffers=persistent,
+        training=model.training,
+    )
+
+
+@contextmanager
+def _custom_backward_refused(train: bool) -> Iterator[None]:
+    """torch.export traces the forward of an autograd.Function and forgets its backward without a word."""
+    if not train:
+        yield
+        return
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        raise ShardError(
+            f"forward calls the autograd.Function {cls.__qualname__}, whose backward a captured graph does not have: "
+            "it cannot be trained sharded; write it with torch's own ops, or train the model without numadist.shard"
+        )
+
+    apply = torch.autograd.Function.__dict__["apply"]
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
 def _tied_names(model: torch.nn.Module) -> dict[str, list[str]]:

@@ -8,6 +8,7 @@ from torch.fx import GraphModule, Node
 from numadist.graph import canonical, query
 from numadist.graph.cleanup import is_noise
 from numadist.graph.functionalize import writes_into_fresh_tensor
+from numadist.graph.grad_modes import is_region
 from numadist.graph.passes import Check, Fact
 from numadist.graph.sdpa import keys_before_repeat
 from numadist.graph.simplify import gelu_input
@@ -42,6 +43,7 @@ FUNCTIONAL = Fact(
 NO_SPELLED_GELU = Fact("GELU is one op", _nowhere(gelu_input, "GELU spelled out"))
 CANONICAL = Fact("one order and one naming", _order)
 ANY_SHAPE = Fact("inputs of other sizes are not refused", _nowhere(_is_guard, "a guard of whole shapes"))
+NO_REGIONS = Fact("no region has a gradient mode of its own", _nowhere(is_region, "a region"))
 KV_NOT_REPEATED = Fact(
     "attention takes KV heads as they are", _nowhere(keys_before_repeat, "KV heads are repeated")
 )

@@ -8,6 +8,7 @@ from numadist.graph import facts
 from numadist.graph.canonical import order_canonically
 from numadist.graph.cleanup import drop_guards, drop_noise, drop_unused_parameters, split_tiling_slices
 from numadist.graph.functionalize import functionalize
+from numadist.graph.grad_modes import inline_grad_modes
 from numadist.graph.passes import Pass
 from numadist.graph.simplify import fold_gelu, resolve_masks
 from numadist.lowering import facts as lowered
@@ -23,6 +24,12 @@ from numadist.lowering.packing import keep_sums_apart, pack_linears, use_int8_li
 _EXPORTED = (facts.SIZED,)
 
 CAPTURE = (
+    Pass(
+        inline_grad_modes,
+        "regions without gradients become plain ops",
+        leaves=(facts.NO_REGIONS,),
+        keeps=_EXPORTED,
+    ),
     Pass(drop_noise, "assertions and casts hide what is linear", _EXPORTED, (facts.NO_NOISE,), _EXPORTED),
     Pass(split_tiling_slices, "slices that tile a dim become the split they are", _EXPORTED, keeps=_EXPORTED),
     Pass(resolve_masks, "masks that depend on no input are named", (facts.NO_NOISE,), keeps=_EXPORTED),

@@ -82,7 +82,7 @@ def shard(
     pg = group if group is not None else dist.group.WORLD
     assert pg is not None  # initialized
     begin = time.monotonic()
-    captured = capture(model, example_inputs, dynamic_shapes)
+    captured = capture(model, example_inputs, dynamic_shapes, train)
     if schema is None:
         schema = build_schema(captured, dist.get_world_size(pg))
         if dist.get_rank(pg) == 0:
@@ -92,7 +92,9 @@ def shard(
     planned = time.monotonic()
     log.info("planned %s for %d ranks in %.1f s", captured.name, schema.num_ranks, planned - begin)
     site = _site(captured, schema, pg, train)
-    sharded = ShardedModel(localize(captured, schema, site, checkpoint_of(weights, model)))
+    sharded = ShardedModel(
+        localize(captured, schema, site, checkpoint_of(weights, model, warn=site.rank == 0))
+    )
     if compile:
         sharded.compile_local()
     mb, seconds = sharded.local_bytes / 1e6, time.monotonic() - planned

@@ -25,12 +25,14 @@ from numadist.sharding.collectives import Emitter
 from numadist.sharding.schema import Schema
 from numadist.weights.checkpoint import Checkpoint
 from numadist.weights.formats import open_checkpoint
-from numadist.weights.load import Allocate, localize_parameters
+from numadist.weights.load import Allocate, WeightsFile, localize_parameters
 
 
-def capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = None) -> CapturedModel:
+def capture(
+    model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = None, train: bool = False
+) -> CapturedModel:
     """First stage: the model as one graph, in the form that is planned. Arguments and errors are those of `export`."""
-    captured = export(model, example_inputs, dynamic_shapes)
+    captured = export(model, example_inputs, dynamic_shapes, train)
     run_passes(captured.gm, passes.CAPTURE)
     return captured
 
@@ -104,15 +106,24 @@ def localize(
         apply(gm, schema, site.rank, site.emitter)
     if site.finish is not None:
         site.finish(gm)
-    localize_parameters(gm, schema, site.rank, site.allocate, captured.tied_names, checkpoint, site.train)
+    file = None
+    if checkpoint is not None:
+        file = WeightsFile(checkpoint, captured.tied_names, captured.persistent_buffers)
+    localize_parameters(gm, schema, site.rank, site.allocate, file, site.train)
     return LocalModel(
         gm, replace(schema, graph=None), site.rank, captured.constants, captured.one_shape, site.train
     )
 
 
-def checkpoint_of(path: str | Path | None, model: torch.nn.Module) -> Checkpoint | None:
-    """The checkpoint of a model at a path; None without one."""
-    return None if path is None else open_checkpoint(path, model)
+def checkpoint_of(path: str | Path | None, model: torch.nn.Module, warn: bool = False) -> Checkpoint | None:
+    """The checkpoint of a model at a path; None without one. warn: of tensors that the model does not use."""
+    if path is None:
+        return None
+    checkpoint = open_checkpoint(path, model)
+    if warn:
+        buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
+        checkpoint.warn_of_unused([*dict(model.named_parameters(remove_duplicate=False)), *buffers])
+    return checkpoint
 
 
 def _copied(gm: GraphModule) -> GraphModule:

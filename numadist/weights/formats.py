@@ -14,4 +14,4 @@ def open_checkpoint(path: str | Path, model: torch.nn.Module) -> Checkpoint:
     """The checkpoint at path, of the format its name says. Raises: ShardError for a file that is none."""
     if Path(path).suffix == ".gguf":
         return GgufCheckpoint(path, model)
-    return SafetensorsCheckpoint(path, conversions_of(model))
+    return SafetensorsCheckpoint(path, conversions_of(model), model)

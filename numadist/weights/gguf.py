@@ -26,7 +26,7 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: str | Path, model: torch.nn.Module):
         """Raises: ShardError if the file is no GGUF file or for an architecture transformers cannot map."""
-        super().__init__(path)
+        super().__init__(path, model)
         if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("transformers") is None:
             raise ShardError(f"reading {path} needs the extra: pip install 'numadist[models]'")
         import gguf

@@ -1,6 +1,7 @@
 """Give a rank's graph its parameters: only this rank's slices, in memory of its node."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,49 +19,70 @@ from numadist.weights.slices import local_slice
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
+@dataclass(frozen=True)
+class WeightsFile:
+    """Where values of parameters without memory come from, and of buffers that checkpoints have.
+
+    tied_names: parameter name -> its other names in the model; a checkpoint has only one of them.
+    """
+
+    checkpoint: Checkpoint
+    tied_names: Mapping[str, list[str]]
+    persistent_buffers: frozenset[str]
+
+
 def localize_parameters(
     gm: GraphModule,
     schema: Schema,
     rank: int,
     allocate: Allocate,
-    tied_names: Mapping[str, list[str]],
-    checkpoint: Checkpoint | None = None,
-    trainable: bool = False,
+    file: WeightsFile | None = None,
+    train: bool = False,
 ) -> None:
     """Replace every parameter of `gm` by this rank's part in fresh memory; tied names stay tied.
 
-    tied_names: parameter name -> its other names in the model; a checkpoint has only one of them.
-    Values come from the model itself or, for parameters without memory, from the checkpoint. The module keeps no
+    Values come from the model itself or, for parameters without memory, from the file. The module keeps no
     reference to the full weights: they are freed when the caller drops the original model.
-    Raises: ShardError if a parameter is fake and the checkpoint lacks it.
+    train: parameters that learn in the model learn here; otherwise none does.
+    Raises: ShardError if a parameter has no memory and the file lacks it.
     """
     shards, partial = schema.param_shards(), schema.partial_params()
     names_of: dict[int, list[str]] = {}
     full_params = dict(gm.named_parameters(remove_duplicate=False))
     for name, param in full_params.items():
         names_of.setdefault(id(param), []).append(name)
+    is_empty = False
     for names in names_of.values():
-        full: Tensor = full_params[names[0]].detach()
+        full = full_params[names[0]]
         shard = next((shards[n] for n in names if n in shards), Shard({}))
         local = allocate(shard.local_shape(full.shape, rank), full.dtype)
-        if rank != 0 and any(n in partial for n in names):
+        is_empty |= is_fake(full)
+        if not train and rank != 0 and any(n in partial for n in names):
             local.zero_()
-        elif checkpoint is not None and is_fake(full_params[names[0]]):
-            checkpoint.read_into(
-                local,
-                checkpoint.find([*names, *(t for n in names for t in tied_names.get(n, []))]),
-                shard,
-                rank,
-            )
-        elif is_fake(full_params[names[0]]):
+        elif not is_fake(full):
+            local.copy_(local_slice(full.detach(), shard, rank))
+        elif file is None:
             raise ShardError(f"parameter {names[0]} has no memory; pass weights=FOLDER to numadist.shard")
         else:
-            local.copy_(local_slice(full, shard, rank))
-        # Of a partial parameter only rank 0's copy may learn, or its sum would move once per rank.
-        learns = trainable and (rank == 0 or not any(n in partial for n in names))
-        parameter = torch.nn.Parameter(local, requires_grad=learns)
+            others = [tied for n in names for tied in file.tied_names.get(n, [])]
+            file.checkpoint.read_into(local, file.checkpoint.found([*names, *others]), shard, rank)
+        parameter = torch.nn.Parameter(local, requires_grad=train and full.requires_grad)
         for name in names:
             set_tensor(gm, name, parameter)
+    _localize_buffers(gm, allocate, file if is_empty else None)
+
+
+def _localize_buffers(gm: GraphModule, allocate: Allocate, file: WeightsFile | None) -> None:
+    """Copy buffers whole; those that checkpoints have are read from the file, if it has them."""
+    copies: dict[int, Tensor] = {}
+    kept: list[Tensor] = []  # an id is taken again once its tensor is gone
     for name, buffer in list(gm.named_buffers(remove_duplicate=False)):
-        copy = allocate(tuple(buffer.shape), buffer.dtype)
-        set_tensor(gm, name, copy.copy_(buffer))
+        if id(buffer) not in copies:
+            kept.append(buffer)
+            copies[id(buffer)] = copy = allocate(tuple(buffer.shape), buffer.dtype)
+            found = file.checkpoint.find([name]) if file and name in file.persistent_buffers else None
+            if file is not None and found is not None:
+                file.checkpoint.read_into(copy, found, Shard({}), 0)
+            else:
+                copy.copy_(buffer)
+        set_tensor(gm, name, copies[id(buffer)])

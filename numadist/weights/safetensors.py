@@ -19,6 +19,7 @@ from numadist.weights.checkpoint import Checkpoint
 from numadist.weights.conversions import Conversion, renamed, stacks
 from numadist.weights.slices import BUFFER_BYTES, pread, row_ranges, take
 
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -50,21 +51,19 @@ class _Stack:
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """A .safetensors file, or a folder that holds one or several (a sharded checkpoint).
+    """A .safetensors file, or a folder with model.safetensors or model.safetensors.index.json and what it names.
 
-    conversions: from the file's names and pieces to the model's (conversions.py).
+    conversions: from the file's names and pieces to the model's (conversions.py). model: as Checkpoint takes it.
     """
 
-    def __init__(self, path: str | Path, conversions: Sequence[Conversion] = ()):
-        super().__init__(path)
-        files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
-        if not files:
-            raise ShardError(f"{self.path} has no .safetensors file")
-        for file in files:
-            self._entries |= _read_header(file)
+    def __init__(
+        self, path: str | Path, conversions: Sequence[Conversion] = (), model: torch.nn.Module | None = None
+    ):
+        super().__init__(path, model)
+        self._entries |= _read_folder(self.path) if self.path.is_dir() else _read_header(self.path)
         self._entries = {renamed(name, conversions): entry for name, entry in self._entries.items()}
         for name, pieces in stacks(self._entries, conversions).items():
-            self._entries[name] = _Stack([[self._entries[piece] for piece in row] for row in pieces])
+            self._entries[name] = _Stack([[self._entries.pop(piece) for piece in row] for row in pieces])
 
     def read_into(self, out: Tensor, name: str, shard: Shard, rank: int) -> None:
         """Fill `out` with what `rank` holds of tensor `name`, converting to out's dtype.
@@ -118,6 +117,39 @@ def _by_piece(cut: Cut, sizes: list[int]) -> Iterable[tuple[int, Cut]]:
             if inside[0] < inside[1]:
                 yield piece, (inside,)
             first += size
+
+
+def _read_folder(folder: Path) -> dict[str, _Entry]:
+    """The tensors that the folder's checkpoint has: as in transformers, one file or an index; other files are none."""
+    if (folder / SINGLE_FILE).exists():
+        return _read_header(folder / SINGLE_FILE)
+    if (folder / INDEX_FILE).exists():
+        return _read_indexed(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ShardError(f"{folder} has no .safetensors file")
+    entries: dict[str, _Entry] = {}
+    for file in files:
+        found = _read_header(file)
+        if twice := sorted(entries.keys() & found.keys()):
+            raise ShardError(
+                f"{folder} has {twice[0]} in {entries[twice[0]].path.name} and in {file.name}, and no {INDEX_FILE} "
+                "that says which counts; name the file, or take the other one away"
+            )
+        entries |= found
+    return entries
+
+
+def _read_indexed(folder: Path) -> dict[str, _Entry]:
+    """What the index names, each from the file it names."""
+    try:
+        file_of = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+        files = {name: _read_header(folder / name) for name in sorted(set(file_of.values()))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ShardError(f"{folder / INDEX_FILE} is no index of safetensors files: {e!r}") from None
+    if missing := sorted(name for name, file in file_of.items() if name not in files[file]):
+        raise ShardError(f"{folder / INDEX_FILE} has {missing[0]} in {file_of[missing[0]]}, which has not")
+    return {name: files[file][name] for name, file in file_of.items()}
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:

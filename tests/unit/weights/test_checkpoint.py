@@ -56,15 +56,70 @@ def test_a_folder_of_several_files_is_one_checkpoint(tmp_path):
     assert sorted(SafetensorsCheckpoint(tmp_path).names()) == ["a", "b"]
 
 
-def test_names_are_found_under_a_prefix_more_or_less(tmp_path):
-    safetensors_torch.save_file(
-        {"bert.layer.0.w": torch.ones(2), "head.w": torch.ones(3)}, tmp_path / "m.safetensors"
-    )
-    checkpoint = SafetensorsCheckpoint(tmp_path)
+class Bert(torch.nn.Module):
+    base_model_prefix = "bert"
+
+
+def test_names_are_found_with_the_models_own_prefix_or_without(tmp_path):
+    tensors = {"bert.layer.0.w": torch.ones(2), "head.w": torch.ones(3)}
+    safetensors_torch.save_file(tensors, tmp_path / "m.safetensors")
+    checkpoint = SafetensorsCheckpoint(tmp_path, model=Bert())
     assert checkpoint.find(["layer.0.w"]) == "bert.layer.0.w"
-    assert checkpoint.find(["model.head.w"]) == "head.w"
-    with pytest.raises(ShardError, match=r"no tensor named missing\.w"):
-        checkpoint.find(["missing.w"])
+    assert checkpoint.find(["bert.head.w"]) == "head.w"
+    assert SafetensorsCheckpoint(tmp_path).find(["layer.0.w"]) is None
+
+
+def test_a_name_that_only_ends_alike_is_another_tensor(tmp_path):
+    safetensors_torch.save_file({"a.b.w": torch.ones(2), "z": torch.ones(2)}, tmp_path / "m.safetensors")
+    checkpoint = SafetensorsCheckpoint(tmp_path, model=Bert())
+    assert checkpoint.find(["b.w"]) is None
+    assert checkpoint.find(["model.a.b.w"]) is None
+    with pytest.raises(ShardError, match=r"no tensor named b\.w; it has 2 others, the nearest are a\.b\.w"):
+        checkpoint.found(["b.w"])
+
+
+def test_a_folder_has_the_tensors_that_its_index_names(tmp_path):
+    for file, value in (("a-1-of-2", 1.0), ("a-2-of-2", 2.0), ("zz_old", 9.0)):
+        tensors = {"x": torch.full((2,), value), "y": torch.full((2,), -value)}
+        safetensors_torch.save_file(tensors, tmp_path / f"{file}.safetensors")
+    with pytest.raises(ShardError, match=r"has x in a-1-of-2\.safetensors and in a-2-of-2\.safetensors"):
+        SafetensorsCheckpoint(tmp_path)
+    index = {"weight_map": {"x": "a-1-of-2.safetensors", "y": "a-2-of-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    checkpoint, x, y = SafetensorsCheckpoint(tmp_path), torch.empty(2), torch.empty(2)
+    checkpoint.read_into(x, "x", Shard({}), 0)
+    checkpoint.read_into(y, "y", Shard({}), 0)
+    assert (x.tolist(), y.tolist()) == ([1.0, 1.0], [-2.0, -2.0])
+    safetensors_torch.save_file({"x": torch.full((2,), 5.0)}, tmp_path / "model.safetensors")
+    assert SafetensorsCheckpoint(tmp_path).names() == ["x"], (
+        "one file of that name comes first, as in transformers"
+    )
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "is no index of safetensors files"),
+        ('{"weight_map": {"x": "gone.safetensors"}}', "gone.safetensors is no safetensors file"),
+        ('{"weight_map": {"other": "m.safetensors"}}', "has other in m.safetensors, which has not"),
+    ],
+)
+def test_a_wrong_index_is_a_clear_error(tmp_path, index, message):
+    safetensors_torch.save_file({"x": torch.ones(2)}, tmp_path / "m.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ShardError, match=message):
+        SafetensorsCheckpoint(tmp_path)
+
+
+def test_tensors_that_the_model_does_not_use_are_said_once(tmp_path, caplog):
+    safetensors_torch.save_file({n: torch.ones(1) for n in "abcdef"}, tmp_path / "m.safetensors")
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    with caplog.at_level("WARNING", logger="numadist"):
+        checkpoint.warn_of_unused(["a", "b", "c", "d", "e", "f", "g"])
+        assert not caplog.records
+        checkpoint.warn_of_unused(["a", "b"])
+    (record,) = caplog.records
+    assert record.getMessage().endswith("has 4 tensors that the model does not use: c, d, e ...")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
@@ -99,7 +154,7 @@ def test_an_expert_without_all_its_parts_is_a_missing_tensor(tmp_path):
     safetensors_torch.save_file(parts, tmp_path / "m.safetensors")
     checkpoint = SafetensorsCheckpoint(tmp_path, conversions_of(make("deepseek-v3")))
     with pytest.raises(ShardError, match=r"no tensor named mlp\.experts\.gate_up_proj"):
-        checkpoint.find(["mlp.experts.gate_up_proj"])
+        checkpoint.found(["mlp.experts.gate_up_proj"])
 
 
 @pytest.mark.parametrize(
