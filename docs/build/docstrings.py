@@ -4,12 +4,14 @@ In the source they stand one below the other without markup, which markdown woul
 """
 
 import re
+from collections import deque
 from typing import Any
 
 import griffe
 
 NAME = r"[a-z_][\w.]*(?:\[\w+\])*"
 ITEM = re.compile(rf"({NAME}(?:, {NAME})*): (?=\S)")
+ANOTHER = re.compile(rf"(?<=\.) (?={ITEM.pattern})")  # on the same line
 INDEXED = re.compile(r"(?<![`\w])\w+(?:\[\w+\]){2,}")  # markdown would read `a[b][c]` as a link
 SECTION = re.compile(r"(Raises|Shape|Cost|Source): ")
 
@@ -27,7 +29,12 @@ def as_markdown(text: str) -> str:
     """A list and paragraphs of lines; blocks that are markdown already stay as they are."""
     lines: list[str] = []
     in_item = in_code = False
-    for line in text.splitlines():
+    rest = deque(text.splitlines())
+    while rest:
+        line = rest.popleft()
+        if (in_item or ITEM.match(line)) and (another := ANOTHER.search(line)):
+            rest.appendleft(line[another.end() :])
+            line = line[: another.start()]
         item, section = ITEM.match(line), SECTION.match(line)
         before = lines[-1] if lines else ""
         if before == "" and line.startswith("    ") and not in_item:
