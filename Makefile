@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TEST_PACKAGES := qemu-system-x86 linux-image-amd64 busybox-static cpio kmod iproute2 libomp5 \
   qemu-user g++-aarch64-linux-gnu
 
-.PHONY: demo test test-unit test-ranks nightly lint format build wheel venv test-packages clean
+.PHONY: demo test test-unit test-ranks nightly lint format docs build wheel venv test-packages clean
 
 demo: venv
 	$(BIN)/numarun --nproc-per-socket 2 examples/prefill.py
@@ -43,6 +43,14 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
+
+# The pages into site/; any warning fails. The notice that is switched off is about another generator.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat --editable '.[docs]'
+	touch $@
 
 build: venv
 	$(BIN)/python setup.py --quiet build_ext --inplace
