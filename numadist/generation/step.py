@@ -20,8 +20,9 @@ from torch.fx import GraphModule
 from transformers.cache_utils import Cache
 
 from numadist.errors import GenerateError
-from numadist.graph.capture import CapturedModel
+from numadist.graph.capture import CapturedModel, as_in_export
 from numadist.graph.passes import run_passes
+from numadist.graph.unchanged import unchanged
 from numadist.pipeline import passes
 from numadist.pipeline.stages import capture
 
@@ -98,7 +99,7 @@ class Step(torch.nn.Module):
         """Layers that cache, found by running two tokens through the model."""
         recorder = _Recorder()
         positions = torch.arange(2)[None]
-        with torch.no_grad():
+        with unchanged(self.model), as_in_export(), torch.no_grad():
             self._run(torch.zeros_like(positions), positions, recorder, 2)
         if not recorder.shapes:
             raise GenerateError(f"{type(self.model).__name__} caches no keys and values; is it a decoder?")

@@ -23,7 +23,8 @@ class CapturedModel:
     one_shape: it holds for the sizes of the example only.
     state_inputs: names of inputs that live on the ranks: each passes in its own part (keys and values).
     persistent_buffers: names of buffers that checkpoints have.
-    training: the mode that the model was in.
+    state_names: of all that the model's state_dict has.
+    training: the mode that the model was in. hidden_dropout: in training mode it has dropout.
     """
 
     gm: GraphModule
@@ -33,7 +34,9 @@ class CapturedModel:
     one_shape: bool = True
     state_inputs: frozenset[str] = frozenset()
     persistent_buffers: frozenset[str] = frozenset()
+    state_names: frozenset[str] = frozenset()
     training: bool = False
+    hidden_dropout: bool = False
 
 
 def export(
@@ -63,16 +66,37 @@ def export(
     gm = program.module()
     assert isinstance(gm, GraphModule)
     constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
-    persistent = frozenset(model.state_dict(keep_vars=True)) & {name for name, _ in model.named_buffers()}
+    state_names = frozenset(model.state_dict(keep_vars=True))
     return CapturedModel(
         gm,
         type(model).__name__,
         _tied_names(model),
         constants,
         one_shape,
-        persistent_buffers=persistent,
+        persistent_buffers=state_names & {name for name, _ in model.named_buffers(remove_duplicate=False)},
+        state_names=state_names,
         training=model.training,
+        hidden_dropout=_has_dropout(model),
     )
+
+
+def _has_dropout(model: torch.nn.Module) -> bool:
+    """By its modules, and by the probabilities of its config, as transformers names them."""
+    dropouts = (m for m in model.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd))
+    options = vars(model.config) if hasattr(getattr(model, "config", None), "__dict__") else {}
+    named = (p for name, p in options.items() if "drop" in name and isinstance(p, int | float))
+    return any(m.p > 0 for m in dropouts) or any(p > 0 for p in named)
+
+
+@contextmanager
+def as_in_export() -> Iterator[None]:
+    """A call of the model inside takes the branches that export takes: models ask torch whether they are compiled."""
+    state = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = state
 
 
 @contextmanager

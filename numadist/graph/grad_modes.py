@@ -58,7 +58,9 @@ def _inline(gm: GraphModule, region: Node, carries: set[Node]) -> None:
             results = [_detached(gm, result) for result in results]
     for user in list(region.users):
         assert user.target is operator.getitem, f"{region.name} is used by {user.target}"
-        user.replace_all_uses_with(results[query.integer(user, 1, "index")])
+        result = results[query.integer(user, 1, "index")]
+        assert isinstance(result, Node), f"{user.name}: a region gives {result!r}"
+        user.replace_all_uses_with(result)
         gm.graph.erase_node(user)
     gm.graph.erase_node(region)
     if not source.users:

@@ -30,12 +30,16 @@ def _contents(module: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 
 def _restore(container: Any, before: Any) -> None:
-    if container == before if not isinstance(container, dict) else _same(container, before):
+    if _same(container, before):
         return
     container.clear()
     container.extend(before) if isinstance(container, list) else container.update(before)
 
 
-def _same(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+def _same(now: Any, before: Any) -> bool:
     """By identity: comparing tensors would compare their elements."""
-    return a.keys() == b.keys() and all(a[key] is b[key] for key in a)
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(now[key] is before[key] for key in now)
+    if isinstance(now, set):
+        return {id(item) for item in now} == {id(item) for item in before}
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
