@@ -7,7 +7,7 @@ needs and leaves stands in passes.py.
 import copy
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,11 @@ class LocalModel:
     constants: Mapping[str, Any]
     one_shape: bool
     train: bool = False
+    name: str = ""
+    training: bool = False  # mode of the model
+    hidden_dropout: bool = False
+    tied_names: Mapping[str, list[str]] = field(default_factory=dict)
+    unused_names: frozenset[str] = frozenset()  # of the model's state that its graph does not read
 
     @property
     def num_bytes(self) -> int:
@@ -110,8 +115,19 @@ def localize(
     if checkpoint is not None:
         file = WeightsFile(checkpoint, captured.tied_names, captured.persistent_buffers)
     localize_parameters(gm, schema, site.rank, site.allocate, file, site.train)
+    own = gm.state_dict(keep_vars=True)
     return LocalModel(
-        gm, replace(schema, graph=None), site.rank, captured.constants, captured.one_shape, site.train
+        gm,
+        replace(schema, graph=None),
+        site.rank,
+        captured.constants,
+        captured.one_shape,
+        site.train,
+        captured.name,
+        captured.training,
+        captured.hidden_dropout,
+        captured.tied_names,
+        captured.state_names - frozenset(own),
     )
 
 

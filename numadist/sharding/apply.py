@@ -45,6 +45,7 @@ def apply(gm: GraphModule, schema: Schema, rank: int, emit: Emitter) -> None:
     gathered = _gather_shares(gm, region, rank, emit)
     for block in schema.blocks:
         entries = _insert_entries(gm, block, nodes, emit.enter) if emit.enter is not None else {}
+        _enter_parameters(gm, block, emit)
         _localize_values(block, nodes, rank)
         _insert_slices(gm, block, {**nodes, **entries, **gathered}, rank)
         for name in block.lookups:
@@ -81,6 +82,21 @@ def _insert_entries(gm: GraphModule, block: Block, nodes: dict[str, Node], enter
         for user in users:
             user.replace_input_with(source, entered)
     return entries
+
+
+def _enter_parameters(gm: GraphModule, block: Block, emit: Emitter) -> None:
+    """Route the block's own parameters through what gives them the whole gradient, for training."""
+    for node in list(gm.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        entered, users = node, list(node.users)
+        with gm.graph.inserting_after(node):
+            if emit.enter_weight is not None and node.target in block.params:
+                entered = emit.enter_weight(gm.graph, node, block.params[str(node.target)])
+            elif emit.enter_bias is not None and node.target in block.partial_params:
+                entered = emit.enter_bias(gm.graph, node)
+        for user in users if entered is not node else []:
+            user.replace_input_with(node, entered)
 
 
 def _carries_gradient(node: Node) -> bool:
@@ -132,16 +148,19 @@ def _take(gm: GraphModule, source: Node, dim: int, cut: tuple[tuple[int, int], .
 
 def _split_lookup(gm: GraphModule, node: Node, block: Block, rank: int) -> Node:
     """Embedding of this rank's rows; tokens of other ranks give zeros. Returns the partial value."""
-    weight, tokens, rest = query.operand(node, 0), query.operand(node, 1), node.args[2:]
-    ((start, stop),) = block.params[str(weight.target)].dims[0].cuts[rank]
+    weight, tokens, rest = query.operand(node, 0), query.operand(node, 1), node.args[3:]
+    rows = block.params[str(weight.target)].dims[0]
+    ((start, stop),), size = rows.cuts[rank], rows.cuts[-1][0][1]
     g = gm.graph
     with g.inserting_before(node):
         row = g.call_function(aten.sub.Tensor, (tokens, start))
-        below = g.call_function(aten.lt.Scalar, (row, 0))
-        above = g.call_function(aten.ge.Scalar, (row, stop - start))
-        foreign = g.call_function(aten.logical_or.default, (below, above))
+        before = _between(g, tokens, 0, start)
+        behind = _between(g, tokens, stop, size)
+        foreign = g.call_function(aten.logical_or.default, (before, behind))
+        # A token that no rank has stays outside of this rank's rows too, and raises what torch raises.
         safe = g.call_function(aten.masked_fill.Scalar, (row, foreign, 0))
-    node.args = (weight, safe, *rest)
+    padding = query.integer(node, 2, "padding_idx", -1)
+    node.args = (weight, safe, padding - start if start <= padding < stop else -1, *rest)
     users = list(node.users)
     with g.inserting_before(node.next):
         mask = g.call_function(aten.unsqueeze.default, (foreign, -1))
@@ -149,6 +168,12 @@ def _split_lookup(gm: GraphModule, node: Node, block: Block, rank: int) -> Node:
     for user in users:
         user.replace_input_with(node, partial)
     return partial
+
+
+def _between(g: Graph, tokens: Node, first: int, end: int) -> Node:
+    above = g.call_function(aten.ge.Scalar, (tokens, first))
+    below = g.call_function(aten.lt.Scalar, (tokens, end))
+    return g.call_function(aten.logical_and.default, (above, below))
 
 
 def _gather_head(gm: GraphModule, node: Node, block: Block, rank: int, emit: Emitter) -> None:

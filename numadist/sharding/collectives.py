@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.fx import Node
 
 from numadist.graph.query import aten
+from numadist.sharding.placement import Shard
 
 Emit = Callable[[torch.fx.Graph, Node], Node]
 
@@ -22,6 +23,10 @@ class Emitter:
     reduce_scatter: Emit | None = None
     # Training only: a replicated value on its way into a block; its gradient is a sum over the ranks.
     enter: Emit | None = None
+    # Training only: a rank's part of a weight, of which other ranks may hold the same elements.
+    enter_weight: Callable[[torch.fx.Graph, Node, Shard], Node] | None = None
+    # Training only: a bias that is added to a partial sum, so once.
+    enter_bias: Emit | None = None
     # False: a vocabulary-split head gives each rank the logits of its own rows, for callers that need no others.
     gather_heads: bool = True
 

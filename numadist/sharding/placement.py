@@ -8,6 +8,7 @@ a KV head that several ranks hold (overlapping intervals).
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 Interval = tuple[int, int]  # [start, stop)
@@ -87,6 +88,16 @@ class Shard:
 
 def cut_size(cut: Cut) -> int:
     return sum(stop - start for start, stop in cut)
+
+
+def indices_of(cut: Cut) -> list[int]:
+    return [i for start, stop in cut for i in range(start, stop)]
+
+
+def overlaps(cuts: tuple[Cut, ...]) -> bool:
+    """Whether an index is held by several ranks."""
+    held = sorted(interval for cut in cuts for interval in cut)
+    return any(start < stop for (_, stop), (start, _) in pairwise(held))
 
 
 def shift(cut: Cut, offset: int) -> Cut:

@@ -71,6 +71,10 @@ def _plan_table(
     for user in weight.users:
         head = candidates.get(user)
         if user.target is aten.embedding.default and user.args[0] is weight:
+            if any(
+                user.args[3:]
+            ):  # scale_grad_by_freq and sparse count tokens, of which others look like ours
+                return None
             lookups.append(user)
         elif head is not None and head.weight is weight and head.weight_k_dim == 1:
             heads.append(user)
