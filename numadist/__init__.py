@@ -46,8 +46,11 @@ if TYPE_CHECKING:
     )
     from numadist.phases.plan import PhasePlan, PlanPair, RankPlan
     from numadist.pipeline.explain import explain
+    from numadist.pipeline.gradients import clip_grad_norm_
+    from numadist.pipeline.optimizers import load_optimizer_state_dict, optimizer_state_dict
     from numadist.pipeline.plan import plan
-    from numadist.pipeline.shard import ShardedModel, shard
+    from numadist.pipeline.shard import shard
+    from numadist.pipeline.sharded_model import ShardedModel
     from numadist.sharding.schema import Schema
     from numadist.weights.fake import empty_parameters
 
@@ -82,8 +85,11 @@ _LAZY = {
     "PlanPair": "numadist.phases.plan:PlanPair",
     "RankPlan": "numadist.phases.plan:RankPlan",
     "explain": "numadist.pipeline.explain:explain",
+    "clip_grad_norm_": "numadist.pipeline.gradients:clip_grad_norm_",
+    "load_optimizer_state_dict": "numadist.pipeline.optimizers:load_optimizer_state_dict",
+    "optimizer_state_dict": "numadist.pipeline.optimizers:optimizer_state_dict",
     "plan": "numadist.pipeline.plan:plan",
-    "ShardedModel": "numadist.pipeline.shard:ShardedModel",
+    "ShardedModel": "numadist.pipeline.sharded_model:ShardedModel",
     "shard": "numadist.pipeline.shard:shard",
     "Schema": "numadist.sharding.schema:Schema",
     "empty_parameters": "numadist.weights.fake:empty_parameters",
@@ -120,14 +126,17 @@ __all__ = [
     "TopologyError",
     "UnshardedProcess",
     "__version__",
+    "clip_grad_norm_",
     "clone",
     "comm_stats",
     "current_phase",
     "empty_parameters",
     "explain",
     "generate",
+    "load_optimizer_state_dict",
     "models",
     "num_pages",
+    "optimizer_state_dict",
     "page_nodes",
     "patch_clone",
     "phase",

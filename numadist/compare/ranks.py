@@ -87,12 +87,14 @@ class Rank:
 def shard_without_sums(model: torch.nn.Module, inputs: dict[str, Any]) -> ShardedModel:
     """The rank's graph with every collective left out: wrong results in the time communication cannot beat."""
     captured, num_ranks = capture(model, inputs), dist.get_world_size()
+    world = dist.group.WORLD
+    assert world is not None  # initialized
     cat = torch.ops.aten.cat.default
     nothing = Emitter(
         all_reduce=lambda g, x: x,
         all_gather=lambda g, x: g.call_function(cat, ([x] * num_ranks,)),
     )
     schema = build_schema(captured, num_ranks)
-    sharded = ShardedModel(localize(captured, schema, Site(dist.get_rank(), nothing)))
+    sharded = ShardedModel(localize(captured, schema, Site(dist.get_rank(), nothing)), world)
     sharded.compile_local()
     return sharded

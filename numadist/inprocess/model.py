@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from numadist.errors import ShardError
+from numadist.graph.modes import draws_numbers
 from numadist.inprocess.exchange import Exchange
 from numadist.inprocess.thread_groups import Place, ThreadGroups, places_of
 from numadist.log import get_logger
@@ -22,6 +24,10 @@ class InProcessModel(torch.nn.Module):
 
     def __init__(self, parts: list[LocalModel], groups: ThreadGroups, exchange: Exchange):
         super().__init__()
+        if any(draws_numbers(node) for node in parts[0].gm.graph.nodes):
+            raise ShardError(
+                f"{parts[0].name} draws random numbers, on every thread others; call model.eval() first"
+            )
         self.local = torch.nn.ModuleList(part.gm for part in parts)
         self.schema = parts[0].schema
         self._parts, self._groups, self._exchange = parts, groups, exchange

@@ -2,7 +2,6 @@
 
 import hashlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,9 @@ from numadist.errors import ShardError
 from numadist.graph.capture import CapturedModel
 from numadist.log import get_logger
 from numadist.pipeline.active_ranks import active_site, members
-from numadist.pipeline.stages import LocalModel, Site, capture, checkpoint_of, localize
+from numadist.pipeline.gradients import count_over_ranks
+from numadist.pipeline.sharded_model import ShardedModel
+from numadist.pipeline.stages import Site, capture, checkpoint_of, localize
 from numadist.sharding.build_schema import build_schema
 from numadist.sharding.collectives import emitter_of
 from numadist.sharding.reasons import warn_left_alone
@@ -21,32 +22,6 @@ from numadist.sharding.schema import Schema
 from numadist.sharding.training import emit_trainable
 
 log = get_logger(__name__)
-
-
-class ShardedModel(torch.nn.Module):
-    """One rank's part of a model; called as the original is, returns what the original returns on every rank.
-
-    local: this rank's graph, an ordinary module with local parameters. local_bytes: of the parameters this rank
-    holds, tied names counted once. schema: the decisions it was made by.
-    Keyword inputs of the example that are no tensors (`use_cache=False`) are part of the graph and may be left out.
-    """
-
-    def __init__(self, part: LocalModel):
-        super().__init__()
-        self.local = part.gm
-        self.schema = part.schema
-        self.rank = part.rank
-        self.local_bytes = part.num_bytes
-        self._part = part
-        self._compiled: Callable[..., Any] | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run = self._compiled or self.local
-        return run(*args, **{**self._part.constants, **kwargs})
-
-    def compile_local(self) -> None:
-        """Compile this rank's graph; the first call then takes the time that compilation takes."""
-        self._compiled = self._part.compile()
 
 
 def shard(
@@ -70,7 +45,8 @@ def shard(
     weights: a .safetensors file or a folder of them, or a .gguf file, for a model made under
         `numadist.empty_parameters()`: only this rank's slices are read, into memory of its node.
     compile: torch.compile this rank's graph, for inference with weights packed once ("freezing").
-    train: give the collectives their backward and the parameters gradients. Dropout in training mode is not sharded.
+    train: give the collectives their backward, and gradients to the parameters that have them in the model. Ranks draw
+        the same random numbers. docs/training.md has what is supported.
     Keeps no reference to the full weights; drop yours to free them.
     Raises: ShardError if the model cannot be captured, no group exists, or the schema does not fit.
     """
@@ -92,9 +68,15 @@ def shard(
     planned = time.monotonic()
     log.info("planned %s for %d ranks in %.1f s", captured.name, schema.num_ranks, planned - begin)
     site = _site(captured, schema, pg, train)
-    sharded = ShardedModel(
-        localize(captured, schema, site, checkpoint_of(weights, model, warn=site.rank == 0))
-    )
+    checkpoint = checkpoint_of(weights, model, warn=dist.get_rank(pg) == 0)
+    sharded = ShardedModel(localize(captured, schema, site, checkpoint), pg)
+    if train:
+        count_over_ranks(sharded)
+    elif sharded.training and dist.get_rank(pg) == 0:
+        log.warning(
+            "%s is in training mode, and so is what becomes of it; call model.eval() for inference",
+            captured.name,
+        )
     if compile:
         sharded.compile_local()
     mb, seconds = sharded.local_bytes / 1e6, time.monotonic() - planned
@@ -136,3 +118,6 @@ def check_alike(schema: Schema, group: dist.ProcessGroup) -> None:
             f"ranks {different} planned another graph than rank 0: example inputs of other shapes, another config "
             "or another schema; every rank must call numadist.shard with the same"
         )
+
+
+__all__ = ["ShardedModel", "check_alike", "check_group", "shard"]

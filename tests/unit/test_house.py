@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "costmodel": {"binding", "errors", "kernels", "memory", "topology", "torch"},
     "graph": {"errors", "torch"},
     "sharding": {"costmodel", "errors", "graph", "kernels", "log", "torch"},
-    "weights": {"errors", "graph", "sharding", "torch"},
+    "weights": {"errors", "graph", "log", "sharding", "torch"},
     "lowering": {"_native_replay", "graph", "kernels", "log", "torch"},
     "pipeline": {
         *("binding", "config", "errors", "log", "torch"),
