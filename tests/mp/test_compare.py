@@ -41,7 +41,7 @@ def compare(folder: Path, model: str, *options: str, status: int = 0) -> subproc
     ]
     command += ["--batch", "2", "--seq", "16", "--json", str(folder / "out.json"), *options]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment)
     assert run.returncode == status, run.stdout + run.stderr
     return run
 
