@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from numarun_process import needs_two_cores
+from pool import shm_files
 
 pytest.importorskip("transformers", reason="needs the extra `models`")
 
@@ -34,7 +35,7 @@ def test_the_table_is_printed_and_the_answers_are_equal():
 
 
 def test_a_rank_killed_in_the_middle_ends_the_run_with_137_and_leaves_nothing():
-    shm_before = set(os.listdir("/dev/shm"))
+    shm_before = shm_files()
     run = subprocess.Popen(
         [*COMMAND, *SMALL, "--rounds", "100000"],
         cwd=REPO,
@@ -50,4 +51,4 @@ def test_a_rank_killed_in_the_middle_ends_the_run_with_137_and_leaves_nothing():
     assert run.wait(timeout=LIMIT_S) == 137, rest
     assert "killed by signal 9" in rest, rest
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
-    assert set(os.listdir("/dev/shm")) <= shm_before
+    assert shm_files() <= shm_before

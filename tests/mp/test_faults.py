@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from pool import ranks
+from pool import ranks, shm_files
 
 from numadist.comm.registry import find
 from numadist.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost
@@ -149,13 +149,13 @@ def make_and_destroy_groups(rank, world, times):
 
 
 def test_groups_leave_no_fd_no_mapping_and_no_file():
-    files = set(os.listdir("/dev/shm"))
+    files = shm_files()
     with ranks(2) as pool:
         pool.run(make_and_destroy_groups, 1)
         before = pool.run(make_and_destroy_groups, 1)
         after = pool.run(make_and_destroy_groups, 30)
         assert after == before, f"(fds, segments) per rank: {before} after 2 groups, {after} after 32"
-        assert set(os.listdir("/dev/shm")) <= files, "new files in /dev/shm"
+        assert shm_files() <= files, "new files in /dev/shm"
 
 
 def use_group_in_fork(rank, world):

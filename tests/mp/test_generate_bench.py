@@ -29,6 +29,7 @@ def run(*options):
     return subprocess.run([*BENCH, *options], capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 @needs_two_cores
 def test_a_sweep_over_two_ranks_gives_a_row_for_every_policy(tmp_path):
     out, picture = tmp_path / "bench.json", tmp_path / "bench.png"

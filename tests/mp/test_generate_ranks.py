@@ -104,6 +104,7 @@ def check_replay(rank, world):
     return first == through_python
 
 
+@pytest.mark.slow
 def test_replayed_steps_reduce_over_the_ranks_and_miss_a_peer_as_others_do():
     with ranks(2) as pair:
         first, second = pair.run(check_replay)
@@ -121,6 +122,7 @@ def test_numadist_generate_needs_no_group():
     assert out.shape == (1, 8)
 
 
+@pytest.mark.slow
 @needs_two_cores
 @pytest.mark.model
 def test_example_equals_hugging_face_on_a_real_model():
@@ -138,6 +140,7 @@ def test_example_equals_hugging_face_on_a_real_model():
     assert [int(pages[2]), int(pages[4])] == pytest.approx([mb * 1e6 / 4096 for mb in kv], rel=0.02)
 
 
+@pytest.mark.slow
 @needs_two_cores
 def test_example_fails_if_a_token_differs(tmp_path):
     """The check must be able to fail: weights changed behind the generator's back."""

@@ -40,8 +40,8 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 def search_path(first: Path) -> str:
-    """PYTHONPATH with a folder before those that stand in it now."""
-    return os.pathsep.join(filter(None, (str(first), os.environ.get("PYTHONPATH"))))
+    """PYTHONPATH with a folder before those of the tests."""
+    return os.pathsep.join([str(first), *sys.path])
 
 
 def test_environment_is_torchruns(tmp_path):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.mp
 DTYPES = ["float32", "float64", "bfloat16", "float16", "int8", "uint8", "int32", "int64", "bool", "complex64"]
 
 
-@pytest.fixture(scope="module", params=["aabb", "aba"])
+@pytest.fixture(scope="module", params=[pytest.param("aabb", marks=pytest.mark.slow), "aba"])
 def pool(request):
     """Two and two ranks, two and one."""
     with ranks(len(request.param), machines=request.param) as started:
