@@ -46,7 +46,6 @@ def cut_in_two(shape, dim, at):
         ("model.layers.0.input_layernorm.weight", None, None),
     ],
 )
-@pytest.mark.slow
 def test_slices_equal_those_of_the_whole_model(smollm2, name, dim, at):
     whole, checkpoint = smollm2
     full = dict(whole.named_parameters())[name].detach()
