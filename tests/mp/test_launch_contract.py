@@ -330,6 +330,7 @@ FAKE_SYSFS = TESTS / "tools" / "with_fake_sysfs.sh"
 DUMP = TESTS / "machines" / "32intel64-2p8co2t+8ve" / "fsroot.tar.gz"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount another /sys")
 def test_a_whole_run_on_a_recorded_machine_stays_inside_the_live_affinity(tmp_path):
     """/sys shows 32 CPUs, this process may use its own few: the plan is their intersection."""

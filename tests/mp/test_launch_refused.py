@@ -77,6 +77,7 @@ def test_topo_and_info_still_work():
     assert "memory policy unknown (get_mempolicy is refused)" in info.stdout, info.stdout + info.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare")
 def test_a_small_dev_shm_is_told_before_the_run():
     mounted = 'mount -t tmpfs -o size=1m small /dev/shm && exec "$@"'
