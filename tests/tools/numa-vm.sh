@@ -22,4 +22,4 @@ chmod +x "$W/ir/init"; (cd "$W/ir" && find . | cpio -o -H newc --quiet | gzip -1
 [ $# -gt 0 ] || set -- -smp 4 -m 2048M -object memory-backend-ram,id=m0,size=1G -object memory-backend-ram,id=m1,size=1G -numa node,nodeid=0,cpus=0-1,memdev=m0 -numa node,nodeid=1,cpus=2-3,memdev=m1
 timeout "${T:-300}" qemu-system-x86_64 -accel tcg,thread=multi -cpu max -kernel "/boot/vmlinuz-$V" -initrd "$W/ir.gz" -append "console=ttyS0 quiet panic=-1 $APPEND" \
  -nographic -no-reboot -nodefaults -serial stdio -virtfs local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap \
- -virtfs "local,path=$(dirname "$S"),mount_tag=share,security_model=none" "$@" 2>&1 | tr -d '\r' | sed -n '/VM-START/,/VM-END/p'
+ -virtfs "local,path=$(dirname "$S"),mount_tag=share,security_model=none" "$@" 2>&1 | stdbuf -o0 tr -d '\r' | sed -un '/VM-START/,/VM-END/p'
