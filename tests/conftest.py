@@ -1,8 +1,20 @@
-"""In CI every test that its CPU can run must run: another skip hides a missing install step, so it fails the run."""
+"""Every machine looks alike to the tests; and in CI a skip that an installation would mend fails the run."""
 
 import os
 
 import pytest
+
+from numadist.topology.sysfs import read_machine
+
+
+def pytest_configure():
+    """At most two cores, one CPU each, for the tests and all they start: what they expect is the same anywhere.
+
+    A socket with hyperthreads, two sockets, a hundred cores: machines like these come as recordings and emulated.
+    """
+    cores = [core for core in read_machine().cores if core.node is not None][:2]
+    if len(cores) == 2:
+        os.sched_setaffinity(0, {core.cpus[0] for core in cores})
 
 
 def expected(report: pytest.TestReport) -> bool:

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed import distributed_test as suite
 
 from numadist import config
 
-pytestmark = [pytest.mark.mp, pytest.mark.conformance]
+pytestmark = [pytest.mark.mp, pytest.mark.conformance, pytest.mark.slow]
 
 # Test -> why it cannot pass. Everything gloo passes and that is not named here must pass.
 DIFFERENT = {

@@ -8,6 +8,8 @@ A check is a script in checks/ whose first lines say where and how it runs, one 
 It prints one JSON object (each rank prints its own under numarun). A test takes the fixture named as the
 machine and reads `two_nodes["check_name"]`. The guest sees this host's files read-only, so interpreter,
 packages and repository are the ones the tests run with; everything is slow (import torch: 1-2 minutes).
+
+How slow depends on what else this machine does, so no check has a time limit: a guest runs as long as it gets on.
 """
 
 import json
@@ -21,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from progress import STALL_S, ends
 
 REPO = Path(__file__).resolve().parents[2]
 CHECKS = Path(__file__).resolve().parent / "checks"
-BOOT = REPO.parent / "shared" / "tools" / "numa-vm.sh"
+BOOT = REPO / "tests" / "tools" / "numa-vm.sh"
 NEEDED = ("qemu-system-x86_64", "busybox", "cpio", "modprobe")
-CHECK_LIMIT_S = 400
-BOOT_LIMIT_S = 900
+HARD_END_S = 2700
 
 MACHINES = {
     # Two nodes, each with two CPUs and 1 GiB.
@@ -92,23 +94,23 @@ def boot(machine: str, share: Path) -> Guest:
     commands = {path.stem: command for path in sorted(CHECKS.glob("*.py")) if (command := how(path, machine))}
     (share / "guest.sh").write_text(guest_script(commands))
     arguments = shlex.split(MACHINES[machine]) + hidden_folder_arguments()
-    run = subprocess.run(
-        ["bash", str(BOOT), str(share / "guest.sh"), *arguments],
-        env={**os.environ, "T": str(BOOT_LIMIT_S)},
-        capture_output=True,
-        text=True,
-    )
-    return Guest(
-        run.stdout + run.stderr, {n: read_check(share, n) for n in commands if (share / f"{n}.rc").exists()}
-    )
+    console = share / "console.txt"
+    with console.open("w") as file:
+        run = subprocess.Popen(
+            ["bash", str(BOOT), str(share / "guest.sh"), *arguments],
+            env={**os.environ, "T": str(HARD_END_S)},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        hung = not ends(run, share)
+    said = console.read_text(errors="replace") + (f"\nended: no progress in {STALL_S} s\n" if hung else "")
+    return Guest(said, {n: read_check(share, n) for n in commands if (share / f"{n}.rc").exists()})
 
 
 def skip_without_tools() -> None:
     missing = [
         tool for tool in NEEDED if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None
     ]
-    if not BOOT.exists():
-        missing.append("../shared/tools/numa-vm.sh")
     if not list(Path("/boot").glob("vmlinuz-*")):
         missing.append("a kernel in /boot")
     if missing:
@@ -146,7 +148,7 @@ def guest_script(commands: dict[str, str]) -> str:
         lines.append(f"mkdir -p {folder} && mount -t 9p -o {options} hidden{index} {folder}")
     for name, command in commands.items():
         lines.append(
-            f"timeout {CHECK_LIMIT_S} {command} >/tmp/share/{name}.out 2>/tmp/share/{name}.err </dev/null; "
+            f"{command} >/tmp/share/{name}.out 2>/tmp/share/{name}.err </dev/null; "
             f"echo $? >/tmp/share/{name}.rc"
         )
     return "\n".join(lines) + "\n"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-pytestmark = pytest.mark.guest
+pytestmark = [pytest.mark.guest, pytest.mark.slow]
 
 
 def test_ranks_are_planned_for_nodes_with_cpus_and_memory_comes_from_the_nearest(four_nodes):

@@ -5,7 +5,7 @@ One file a machine: where several processes run tests they share them out by fil
 
 import pytest
 
-pytestmark = pytest.mark.guest
+pytestmark = [pytest.mark.guest, pytest.mark.slow]
 
 NODE_CPUS = {0: [0, 1], 1: [2, 3]}
 NUM_PAGES = 2048  # as checks/bound_rank.py touches

@@ -12,7 +12,13 @@ def pool(request):
 
 
 @pytest.fixture(
-    scope="module", params=[("numa", 2), ("numa", 3), ("gloo", 2)], ids=lambda p: f"{p[0]}-{p[1]}ranks"
+    scope="module",
+    params=[
+        ("numa", 2),
+        pytest.param(("numa", 3), marks=pytest.mark.slow),
+        pytest.param(("gloo", 2), marks=pytest.mark.slow),
+    ],
+    ids=lambda p: f"{p[0]}-{p[1]}ranks",
 )
 def group(request):
     """Ranks in one group of the given backend: what must work on ours and on gloo."""

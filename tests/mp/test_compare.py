@@ -40,12 +40,13 @@ def compare(folder: Path, model: str, *options: str, status: int = 0) -> subproc
         "--quick",
     ]
     command += ["--batch", "2", "--seq", "16", "--json", str(folder / "out.json"), *options]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment)
     assert run.returncode == status, run.stdout + run.stderr
     return run
 
 
+@pytest.mark.slow
 def test_every_kind_of_variant_gives_a_row(tmp_path):
     for package in ("openvino", "onnxruntime", "onnxscript"):
         pytest.importorskip(package, reason="needs the extra `peers`")
@@ -61,6 +62,7 @@ def test_every_kind_of_variant_gives_a_row(tmp_path):
     assert "geometric mean" in run.stdout
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_start_or_run_is_a_clear_error():
     cpus = sorted(os.sched_getaffinity(0))
     job = ModelUnderTest("gpt2-tiny", "float32")
@@ -75,6 +77,7 @@ def test_a_worker_that_cannot_start_or_run_is_a_clear_error():
         worker.close()
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_take_the_model_is_left_out_and_that_is_no_failure():
     """ONNX Runtime in bfloat16."""
     cpus, job = sorted(os.sched_getaffinity(0)), ModelUnderTest("gpt2-tiny", "bfloat16")
@@ -97,6 +100,7 @@ def tiny(batch: int, seq: int):
     return layers, {"input": torch.randn(batch, seq, 16)}
 
 
+@pytest.mark.slow
 def test_a_model_of_the_callers_own(tmp_path):
     run = compare(tmp_path, f"{__name__.rpartition('.')[2]}:tiny", "--variants", "ranks")
     rows = json.loads((tmp_path / "out.json").read_text())

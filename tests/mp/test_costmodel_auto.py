@@ -30,7 +30,7 @@ def machine(factor):
     return replace(HASWELL_EX, all_reduce_us=sums, cores_per_node=1)
 
 
-@pytest.fixture(scope="module", params=["numa", "gloo"])
+@pytest.fixture(scope="module", params=["numa", pytest.param("gloo", marks=pytest.mark.slow)])
 def four(request):
     with ranks(4, request.param) as started:
         yield started

@@ -3,16 +3,20 @@
 import os
 import re
 import signal
-import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import ranks
+from pool import ranks, shm_files
 
+from numadist.comm.registry import find
 from numadist.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost
 
 pytestmark = pytest.mark.mp
+
+# A deadline no test lives to see: what is told before it was noticed, not waited for.
+NEVER_S = 1e5
 
 
 def call(name, world):
@@ -34,12 +38,12 @@ def call(name, world):
 
 
 def call_until_error(rank, world, name):
-    """Repeat a collective until it raises; (kind of error, its text, time.monotonic() when it came)."""
+    """Repeat a collective until it raises; (kind of error, its text)."""
     try:
         while True:
             call(name, world)
     except CommError as error:
-        return type(error).__name__, str(error), time.monotonic()
+        return type(error).__name__, str(error)
 
 
 def call_once(rank, world, name):
@@ -53,18 +57,16 @@ def call_once(rank, world, name):
 @pytest.mark.parametrize(
     "name", ["all_reduce", "all_gather", "reduce_scatter", "broadcast from 0", "barrier"]
 )
-def test_killed_rank_raises_peer_lost_on_every_survivor_within_2_s(name):
-    with ranks(3) as pool:
+def test_killed_rank_raises_peer_lost_on_every_survivor_long_before_the_deadline(name):
+    with ranks(3, timeout_s=NEVER_S) as pool:
         for rank in (0, 1):
             pool.send(rank, call_until_error, name)
         # Rank 2 takes part a thousand times and then dies, in the middle of things for the others.
         pool.send(2, die_after, name, 1000)
         pool.processes[2].join()
-        died = time.monotonic()
-        for rank, (kind, text, when) in enumerate(pool.answers([0, 1])):
+        for rank, (kind, text) in enumerate(pool.answers([0, 1])):
             assert kind == PeerLost.__name__, f"rank {rank}: {kind}: {text}"
             assert f"rank 2 (pid {pool.pids[2]})" in text, text
-            assert when - died < 2, f"rank {rank} noticed after {when - died:.2f} s"
 
 
 def die_after(rank, world, name, times):
@@ -74,14 +76,12 @@ def die_after(rank, world, name, times):
 
 
 def test_peer_lost_while_asleep_on_it():
-    with ranks(2) as pool:
+    with ranks(2, timeout_s=NEVER_S) as pool:
         pool.send(0, call_until_error, "barrier")
         wait_until_asleep(pool.pids[0])
         os.kill(pool.pids[1], signal.SIGKILL)
-        died = time.monotonic()
-        kind, text, when = pool.answers([0])[0]
+        kind, text = pool.answers([0])[0]
         assert kind == PeerLost.__name__, text
-        assert when - died < 2, f"noticed after {when - died:.2f} s"
 
 
 def wait_until_asleep(pid):
@@ -93,15 +93,20 @@ def wait_until_asleep(pid):
         os.sched_yield()
 
 
+def set_timeout(rank, world, timeout_s):
+    find(dist.group.WORLD.group_name).set_timeout(timedelta(seconds=timeout_s))
+
+
 def test_late_rank_is_named_in_the_timeout():
-    with ranks(3, timeout_s=0.5) as pool:
+    with ranks(3) as pool:
+        pool.run(set_timeout, 2.5)  # not from the start: ranks join when they have imported torch
         for rank in (0, 1):
             pool.send(rank, call_once, "all_reduce")
         for rank, (kind, text) in enumerate(pool.answers([0, 1])):
             assert kind == CollectiveTimeout.__name__, f"rank {rank}: {kind}: {text}"
             assert "all_reduce(SUM, float32, 256 bytes)" in text, text
             assert "rank 2" in text, text
-            assert "0.5 s" in text, text
+            assert "2.5 s" in text, text
         # The late rank must not go on alone, and the error stays.
         for _ in range(2):
             pool.send(2, call_once, "all_reduce")
@@ -144,13 +149,13 @@ def make_and_destroy_groups(rank, world, times):
 
 
 def test_groups_leave_no_fd_no_mapping_and_no_file():
-    files = set(os.listdir("/dev/shm"))
+    files = shm_files()
     with ranks(2) as pool:
         pool.run(make_and_destroy_groups, 1)
         before = pool.run(make_and_destroy_groups, 1)
         after = pool.run(make_and_destroy_groups, 30)
         assert after == before, f"(fds, segments) per rank: {before} after 2 groups, {after} after 32"
-        assert set(os.listdir("/dev/shm")) <= files, "new files in /dev/shm"
+        assert shm_files() <= files, "new files in /dev/shm"
 
 
 def use_group_in_fork(rank, world):

@@ -76,6 +76,7 @@ def check_fused_compiled(rank, world):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_fused_op_compiled_by_inductor(pool):
     pool.run(check_fused_compiled)
 
@@ -118,6 +119,7 @@ def test_reduce_scatter_and_all_gather(pool):
     pool.run(check_scatter_and_gather, False)
 
 
+@pytest.mark.slow
 def test_reduce_scatter_and_all_gather_compiled(numa_pair):
     numa_pair.run(check_scatter_and_gather, True)
 

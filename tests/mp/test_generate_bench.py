@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from numarun_process import needs_two_cores
 
 pytest.importorskip("transformers", reason="needs the extra `models`")
 pytest.importorskip("matplotlib", reason="needs the extra `plot`")
@@ -25,9 +26,11 @@ SMALL = [
 
 
 def run(*options):
-    return subprocess.run([*BENCH, *options], capture_output=True, text=True, timeout=120)
+    return subprocess.run([*BENCH, *options], capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
+@needs_two_cores
 def test_a_sweep_over_two_ranks_gives_a_row_for_every_policy(tmp_path):
     out, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     files = ["--json", str(out), "--plot", str(picture)]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from numarun_process import needs_two_cores
 from pool import ranks
 
 pytest.importorskip("transformers", reason="needs the extra `models`")
@@ -103,6 +104,7 @@ def check_replay(rank, world):
     return first == through_python
 
 
+@pytest.mark.slow
 def test_replayed_steps_reduce_over_the_ranks_and_miss_a_peer_as_others_do():
     with ranks(2) as pair:
         first, second = pair.run(check_replay)
@@ -120,11 +122,13 @@ def test_numadist_generate_needs_no_group():
     assert out.shape == (1, 8)
 
 
+@pytest.mark.slow
+@needs_two_cores
 @pytest.mark.model
 def test_example_equals_hugging_face_on_a_real_model():
     """8 tokens here; the example's own 64 take three minutes."""
     run = subprocess.run(
-        [*EXAMPLE, "--check", "--max-new-tokens", "8"], cwd=REPO, capture_output=True, text=True, timeout=300
+        [*EXAMPLE, "--check", "--max-new-tokens", "8"], cwd=REPO, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "'The capital of France is' -> ' Paris." in run.stdout
@@ -136,6 +140,8 @@ def test_example_equals_hugging_face_on_a_real_model():
     assert [int(pages[2]), int(pages[4])] == pytest.approx([mb * 1e6 / 4096 for mb in kv], rel=0.02)
 
 
+@pytest.mark.slow
+@needs_two_cores
 def test_example_fails_if_a_token_differs(tmp_path):
     """The check must be able to fail: weights changed behind the generator's back."""
     text = (REPO / "examples" / "generate.py").read_text()
@@ -147,6 +153,6 @@ def test_example_fails_if_a_token_differs(tmp_path):
         )
     )
     command = [*EXAMPLE[:-1], str(spoilt), "--check", "--model", "gpt2-tiny", "--max-new-tokens", "4"]
-    run = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300)
     assert run.returncode == 1, run.stdout + run.stderr
     assert "differs from token" in run.stdout

@@ -1,17 +1,16 @@
-"""What numarun does when ranks fail and when it is told to stop: exit code, time, last lines, left-overs."""
+"""What numarun does when ranks fail and when it is told to stop: exit code, last lines, left-overs."""
 
 import os
 import re
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from numarun_process import LIMIT_S, ready_ranks, run, start, summary_of, wait_for_end
+from numarun_process import LIMIT_S, needs_two_cores, ready_ranks, run, start, summary_of, wait_for_end
 
-pytestmark = pytest.mark.mp
+pytestmark = [pytest.mark.mp, needs_two_cores]
 
 TWO = ("--quiet", "--nproc-per-socket", "2")
 UP = """import os, signal, sys
@@ -54,15 +53,12 @@ def test_summary_shows_the_last_line_the_rank_wrote(tmp_path):
 
 
 def test_kill_9_of_a_rank_ends_the_job_and_leaves_nothing(tmp_path):
-    process = start(
-        script(tmp_path, "ready()\nprint(os.environ['MASTER_PORT'], flush=True)\nsignal.pause()"), *TWO
-    )
+    body = "ready()\nprint(os.environ['MASTER_PORT'], flush=True)\nsignal.pause()"
+    process = start(script(tmp_path, body), *TWO, "--grace", "1000")  # nobody may wait for it
     pids = ready_ranks(process, 2)
     port = int(process.stdout.readline().split("] ")[1])
-    began = time.monotonic()
     os.kill(pids[1], signal.SIGKILL)
     _, stderr = process.communicate(timeout=LIMIT_S)
-    assert time.monotonic() - began < 5
     assert process.returncode == 137
     assert len(summary_of(stderr)) == 6, stderr
     assert "failed first: killed by signal 9 (SIGKILL)" in stderr
@@ -76,32 +72,29 @@ def test_kill_9_of_numarun_takes_the_ranks_with_it(tmp_path):
     pids = ready_ranks(process, 2)
     process.kill()
     for rank, pid in pids.items():
-        assert wait_for_end(pid, 2), f"rank {rank} lives 2 s after numarun was killed"
+        assert wait_for_end(pid, LIMIT_S), f"rank {rank} outlives numarun, which was killed"
     process.communicate()
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
-    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\nsignal.pause()"
-    process = start(script(tmp_path, body), *TWO, "--grace", "1")
+    deaf = "signal.signal(signal.SIGTERM, lambda *_: print('no', flush=True))"
+    process = start(script(tmp_path, f"{deaf}\nready()\nwhile True: signal.pause()"), *TWO, "--grace", "3")
     pids = ready_ranks(process, 2)
-    began = time.monotonic()
     os.kill(pids[1], signal.SIGKILL)
-    _, stderr = process.communicate(timeout=LIMIT_S)
-    assert 0.9 < time.monotonic() - began < 5
+    stdout, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 137
+    assert stdout == "[r0] no\n", "SIGTERM came first"
     assert summary_of(stderr)[3] == "numarun: stopped rank 0 (SIGKILL)"
 
 
 def test_a_grandchild_that_keeps_the_pipe_open_is_not_waited_for_and_does_not_survive(tmp_path):
     body = "child = os.fork()\nif child == 0: signal.pause()\nprint(child, flush=True)\nsys.exit(4 * rank)"
-    began = time.monotonic()
     done = run(script(tmp_path, body), *TWO, "--grace", "1")
     assert done.returncode == 4
-    assert time.monotonic() - began < 10
     numbers = [int(line.split("] ")[1]) for line in done.stdout.splitlines()]
     assert numbers, "rank 1 told its child's number before it failed"
     for pid in numbers:
-        assert wait_for_end(pid, 2), f"process {pid} survived numarun"
+        assert wait_for_end(pid, LIMIT_S), f"process {pid} survived numarun"
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from numarun_process import LIMIT_S, NUMARUN
+from numarun_process import LIMIT_S, NUMARUN, needs_two_cores
 
-pytestmark = pytest.mark.mp
+pytestmark = [pytest.mark.mp, needs_two_cores]
 
-SECCOMP = Path(__file__).resolve().parents[2].parent / "shared" / "tools" / "seccomp_eperm.py"
+SECCOMP = Path(__file__).resolve().parents[1] / "tools" / "seccomp_eperm.py"
 REFUSED = "set_mempolicy,mbind,get_mempolicy"
-needs_tool = pytest.mark.skipif(not SECCOMP.exists(), reason="missing ../shared/tools/seccomp_eperm.py")
 
 WARNING = (
     "numarun: warning: set_mempolicy: Operation not permitted "
@@ -44,7 +43,6 @@ def script(tmp_path):
     return path
 
 
-@needs_tool
 def test_a_refused_policy_warns_once_and_cpus_are_pinned(script):
     done = run_refused(script)
     assert done.returncode == 0
@@ -55,13 +53,11 @@ def test_a_refused_policy_warns_once_and_cpus_are_pinned(script):
     assert sorted(cpus) == sorted(os.sched_getaffinity(0))
 
 
-@needs_tool
 def test_mem_local_silences_the_warning(script):
     done = run_refused(script, "--mem", "local")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@needs_tool
 def test_strict_makes_a_refused_policy_fatal(script):
     done = run_refused(script, "--strict")
     assert done.returncode == 125
@@ -74,7 +70,6 @@ def test_strict_makes_a_refused_policy_fatal(script):
     )
 
 
-@needs_tool
 def test_topo_and_info_still_work():
     refused = [sys.executable, str(SECCOMP), REFUSED, sys.executable, "-m", "numadist.commands.main"]
     assert subprocess.run([*refused, "topo"], capture_output=True, text=True, timeout=LIMIT_S).returncode == 0
@@ -82,6 +77,7 @@ def test_topo_and_info_still_work():
     assert "memory policy unknown (get_mempolicy is refused)" in info.stdout, info.stdout + info.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare")
 def test_a_small_dev_shm_is_told_before_the_run():
     mounted = 'mount -t tmpfs -o size=1m small /dev/shm && exec "$@"'

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from numarun_process import NUMARUN, run_gloo, stderr_if_failed, summary_of
+from numarun_process import NUMARUN, needs_two_cores, run_gloo, stderr_if_failed, summary_of
 
-pytestmark = pytest.mark.mp
+pytestmark = [pytest.mark.mp, needs_two_cores]
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-LIMIT_S = 120
+LIMIT_S = 300  # only a hang reaches it
 
 DDP = """
 import torch, torch.distributed as dist
@@ -98,7 +98,12 @@ def torchrun_results(options: list[str], folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("body", "args"),
-    [(DDP, []), (DTENSOR, []), (LOCAL_RANK, ["--name", "x"]), (NO_TORCH, ["--nnodes", "3"])],
+    [
+        pytest.param(DDP, [], marks=pytest.mark.slow),
+        pytest.param(DTENSOR, [], marks=pytest.mark.slow),
+        (LOCAL_RANK, ["--name", "x"]),
+        (NO_TORCH, ["--nnodes", "3"]),
+    ],
     ids=["ddp", "dtensor", "argparse-local-rank", "no-torch"],
 )
 def test_script_prints_what_it_prints_under_torchrun(tmp_path, body, args):
@@ -149,6 +154,7 @@ def test_backend_numa_stands_in_for_gloo(tmp_path, asked):
     assert [text.split()[4:] for text in ours] == [text.split()[4:] for text in plain]
 
 
+@pytest.mark.slow
 def test_ddp_script_gives_the_same_losses_on_backend_numa_and_under_torchrun(tmp_path):
     (tmp_path / "script.py").write_text(DDP)
     ours = results(["--backend", "numa", "script.py"], tmp_path)
@@ -157,6 +163,7 @@ def test_ddp_script_gives_the_same_losses_on_backend_numa_and_under_torchrun(tmp
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_torchrun_runs_our_backend(tmp_path):
     (tmp_path / "script.py").write_text(WHICH)
     seen = torchrun_results(["script.py", "numa"], tmp_path)

@@ -2,7 +2,6 @@
 test_launch_machines.py has two of them in network namespaces."""
 
 import re
-import time
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.mp
 DTYPES = ["float32", "float64", "bfloat16", "float16", "int8", "uint8", "int32", "int64", "bool", "complex64"]
 
 
-@pytest.fixture(scope="module", params=["aabb", "aba"])
+@pytest.fixture(scope="module", params=[pytest.param("aabb", marks=pytest.mark.slow), "aba"])
 def pool(request):
     """Two and two ranks, two and one."""
     with ranks(len(request.param), machines=request.param) as started:
@@ -192,7 +191,7 @@ def failing_call(rank, world, make):
     try:
         make(rank)
     except CommError as error:
-        return type(error).__name__, str(error), time.monotonic()
+        return type(error).__name__, str(error)
     return None
 
 
@@ -202,7 +201,7 @@ def different_calls(rank):
 
 def test_different_calls_on_two_machines_name_both_sides():
     with ranks(2, machines="ab") as pool:
-        for kind, text, _ in pool.run(failing_call, different_calls):
+        for kind, text in pool.run(failing_call, different_calls):
             assert kind == CollectiveMismatch.__name__, text
             assert len(re.findall(r"rank \d called (?:all_reduce|broadcast)\(", text)) == 2, text
 
@@ -229,16 +228,13 @@ def test_abort_ends_the_calls_on_all_machines():
 
 
 @pytest.mark.parametrize("victim", [1, 2])
-def test_a_killed_rank_is_an_error_on_all_machines_within_2_s(victim):
+def test_a_killed_rank_is_an_error_on_all_machines_long_before_the_deadline(victim):
     survivors = [rank for rank in range(3) if rank != victim]
-    with ranks(3, machines="aab") as pool:
+    # A deadline that this test does not live to see.
+    with ranks(3, machines="aab", timeout_s=1e5) as pool:
         for rank in range(3):
             pool.send(rank, failing_call, call_for_ever)
         pool.processes[victim].kill()
         pool.processes[victim].join()
-        died = time.monotonic()
-        kinds = []
-        for rank, (kind, text, when) in zip(survivors, pool.answers(survivors), strict=True):
-            kinds.append(kind)
-            assert when - died < 2, f"rank {rank} noticed after {when - died:.2f} s: {text}"
+        kinds = [kind for kind, _ in pool.answers(survivors)]
         assert PeerLost.__name__ in kinds, kinds

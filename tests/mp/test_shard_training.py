@@ -73,6 +73,7 @@ def check_gathered_gradients(rank, world):
         return check_gradients(rank, world, "one-kv-head")
 
 
+@pytest.mark.slow
 def test_gradients_of_gathered_layers(numa_pair):
     plain, by_parts = numa_pair.run(check_gradients, "one-kv-head"), numa_pair.run(check_gathered_gradients)
     assert min(by_parts) > max(plain), "more layers were cut"
@@ -114,6 +115,7 @@ def check_tensor_times_data_parallel(rank, world):
         )
 
 
+@pytest.mark.slow
 def test_tensor_parallel_times_ddp_trains_like_one_process():
     with ranks(4) as group:
         group.run(check_tensor_times_data_parallel)

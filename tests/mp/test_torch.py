@@ -35,6 +35,7 @@ def check_compiled_functional(rank, world):
     assert torch.equal(step(x), torch.full((64,), world * (world + 1) + 1.0))
 
 
+@pytest.mark.slow
 def test_functional_collectives_compiled(pool):
     pool.run(check_compiled_functional)
 
@@ -101,7 +102,9 @@ def check_tensor_parallel(rank, world, compiled):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
 def test_column_and_row_parallel_linear_layers(pool, compiled):
     pool.run(check_tensor_parallel, compiled)
 

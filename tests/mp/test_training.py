@@ -80,6 +80,7 @@ def test_50_steps_give_the_losses_of_gloo(pool, name):
     check_learns_as_on_gloo(pool, name, compiled=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel"])
 def test_50_compiled_steps_give_the_losses_of_gloo(numa_pair, name):
     check_learns_as_on_gloo(numa_pair, name, compiled=True)

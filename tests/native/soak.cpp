@@ -1,7 +1,11 @@
 // Mixed collectives without end, on ranks that are processes, in overlapping groups. Small calls are most, as
-// in decoding. Usage: soak WORLD CALLS SECONDS SEED; ends after so many calls a rank or so many seconds.
+// in decoding. Usage: soak WORLD CALLS SECONDS SEED; ends after so many calls a rank or so many seconds, but not
+// before 1024 rounds.
 #include <sys/wait.h>
 #include <time.h>
+
+#include <array>
+#include <numeric>
 
 #include "rounds.h"
 
@@ -60,20 +64,24 @@ bool time_is_up(NdGroup* everybody, int rank, time_t end) {
   return up != 0;
 }
 
-// The number of calls of this rank.
-long run_rank(int rank, std::vector<Members>& groups, long calls, time_t end, unsigned seed) {
+constexpr unsigned kNumKinds = 10;
+
+// The number of calls of this rank, by kind.
+std::array<long, kNumKinds> run_rank(int rank, std::vector<Members>& groups, long calls, time_t end,
+                                     unsigned seed) {
   open_groups(rank, groups);
   std::mt19937 plan(seed), delays(seed + 1 + static_cast<unsigned>(rank));
-  long made = 0;
-  for (int n = 0; n < calls && (n % 1024 != 0 || !time_is_up(groups[0].group, rank, end)); ++n) {
+  std::array<long, kNumKinds> made{};
+  for (int n = 0; n < calls; ++n) {
+    if (n > 0 && n % 1024 == 0 && time_is_up(groups[0].group, rank, end)) break;
     const Members& m = groups[plan() % 2 == 0 ? 0 : plan() % groups.size()];
-    const unsigned kind = plan() % 10;
+    const unsigned kind = plan() % kNumKinds;
     const size_t count = pick_count(plan), offset = plan() % 16 * 4;
     const int world = static_cast<int>(m.ranks.size()), root = static_cast<int>(plan() % 64) % world;
     if (m.group == nullptr) continue;
     if (delays() % 64 == 0) dawdle(delays);
     run_round(Round{m.group, place_of(rank, m), world, n, count, offset, root}, kind);
-    ++made;
+    ++made[kind];
   }
   for (Members& m : groups) CHECK_EQ(nd_group_close(m.group), 0, "rank %d", rank);
   return made;
@@ -92,8 +100,10 @@ int main(int argc, char** argv) {
   for (int rank = 0; rank < world; ++rank) {
     pids.push_back(fork());
     if (pids.back() != 0) continue;
-    const long made = run_rank(rank, groups, calls, end, seed);
-    if (rank == 0) printf("%ld calls on %d ranks\n", made, world);
+    const auto made = run_rank(rank, groups, calls, end, seed);
+    if (rank == 0)
+      printf("%ld calls on %d ranks, at least %ld of a kind\n", std::accumulate(made.begin(), made.end(), 0L),
+             world, *std::min_element(made.begin(), made.end()));
     exit(0);
   }
   int failed = 0;

@@ -19,6 +19,7 @@ missing = [tool for tool in (COMPILER, QEMU) if shutil.which(tool) is None]
 
 pytestmark = [
     pytest.mark.native,
+    pytest.mark.slow,
     pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)} (make test-packages)"),
 ]
 
@@ -59,7 +60,7 @@ def test_kernels_and_groups_of_ranks_work(objects, tmp_path, name, arguments, sa
         [QEMU, program, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=900,
         env=dict(os.environ),
     )
     assert done.returncode == 0, f"{name} {arguments}: exit {done.returncode}\n{done.stdout}{done.stderr}"

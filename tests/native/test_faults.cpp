@@ -3,7 +3,6 @@
 #include <signal.h>
 #include <string.h>
 #include <sys/wait.h>
-#include <time.h>
 
 #include <atomic>
 
@@ -11,11 +10,7 @@
 
 namespace {
 
-double seconds() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
-}
+constexpr uint64_t kNever = 100000 * kSecond;
 
 NdReport report_of(NdGroup* group) {
   NdReport report;
@@ -26,7 +21,7 @@ NdReport report_of(NdGroup* group) {
 // The last rank comes only when the others gave up, and must not go on alone then.
 void late_rank_times_out_everywhere(int world) {
   Settings settings;
-  settings.timeout_ns = kSecond / 10;
+  settings.timeout_ns = kSecond;  // long enough for all to connect
   std::atomic<int> gave_up{0};
   run_ranks(
       world,
@@ -200,7 +195,7 @@ constexpr int kNumCallKinds = 20;
 
 // A rank as a process, in an endless row of calls until one fails; its code.
 int run_until_failure(int fd, int ready, int rank, int world, unsigned seed) {
-  const NdOptions options{60 * kSecond, 20000};
+  const NdOptions options{kNever, 20000};
   NdGroup* group = nullptr;
   int code = nd_group_open(fd, rank, world, 7, &options, &group);
   if (code == 0) code = nd_group_connect(group, nullptr);
@@ -218,7 +213,7 @@ int run_until_failure(int fd, int ready, int rank, int world, unsigned seed) {
   return code == -EOWNERDEAD && peer >= 0 ? 0 : 1;
 }
 
-// A rank is killed at a random moment; all others must see it within 2 s.
+// A rank is killed at a random moment; all others must see it, and no deadline of theirs helps.
 void killed_process_is_lost(unsigned seed) {
   std::mt19937 rng(seed);
   const int world = 2 + static_cast<int>(rng() % 3),
@@ -239,14 +234,12 @@ void killed_process_is_lost(unsigned seed) {
   close(ready[1]);
   usleep(rng() % 20000);  // the kill point, not a wait
   kill(pids[victim], SIGKILL);
-  const double begin = seconds();
   for (int rank = 0; rank < world; ++rank) {
     int status = 0;
     waitpid(pids[rank], &status, 0);
     if (rank != victim)
       CHECK_EQ(status, 0, "seed %u: rank %d of %d must see that %d died", seed, rank, world, victim);
   }
-  CHECK_EQ(seconds() - begin < 2, 1, "seed %u: took %g s", seed, seconds() - begin);
   close(fd);
 }
 
@@ -256,7 +249,7 @@ void stopped_process_is_late() {
   int fd = -1;
   CHECK_EQ(nd_segment_create(2, 7, &tuning, nullptr, &fd), 0, "create");
   const auto run = [&](int rank) {
-    const NdOptions options{kSecond / 5, 20000};
+    const NdOptions options{kSecond, 20000};
     NdGroup* group = nullptr;
     int code = nd_group_open(fd, rank, 2, 7, &options, &group);
     if (code == 0) code = nd_group_connect(group, nullptr);

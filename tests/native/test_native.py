@@ -10,6 +10,8 @@ import pytest
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "numadist" / "csrc"
 
+LIMIT_S = 900  # only a hang reaches it
+
 SANITIZERS = {
     "plain": ["-O2"],
     "asan-ubsan": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
@@ -22,7 +24,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=SANITIZERS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name == "plain" else pytest.mark.slow) for name in SANITIZERS],
+)
 def build(request, tmp_path_factory):
     """build(name) -> path of tests/native/<name>.cpp compiled together with the core."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -45,7 +50,7 @@ def build(request, tmp_path_factory):
     return build_test
 
 
-def run(program: Path, *arguments: object, limit_s: float = 60) -> str:
+def run(program: Path, *arguments: object, limit_s: float = LIMIT_S) -> str:
     done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=limit_s)
     said = f"{done.stdout}{done.stderr}"
     assert done.returncode == 0, f"{program.name} {arguments}: exit {done.returncode}\n{said}"
@@ -81,20 +86,20 @@ def test_int8_layers_are_exact(build):
     assert "ok" in run(build("test_int8"))
 
 
-def soak(build, world: int, calls: int, limit_s: int, seed: int) -> int:
-    """Calls that each rank made in the given time."""
-    said = run(build("soak"), world, calls, limit_s, seed, limit_s=limit_s + 60)
-    found = re.fullmatch(rf"(\d+) calls on {world} ranks\n", said)
+def soak(build, world: int, calls: int, soak_s: int, seed: int) -> tuple[int, int]:
+    """Calls that each rank made until it had made so many or the time was up, and those of the rarest kind."""
+    said = run(build("soak"), world, calls, soak_s, seed, limit_s=soak_s + LIMIT_S)
+    found = re.fullmatch(rf"(\d+) calls on {world} ranks, at least (\d+) of a kind\n", said)
     assert found, said
-    return int(found[1])
+    return int(found[1]), int(found[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", ["plain"], indirect=True)
 def test_soak_of_half_a_minute(build):
-    for world, limit_s in ((2, 14), (3, 8), (4, 8)):
-        calls = soak(build, world, 10**9, limit_s, world)
-        # However slow the machine, ranks look at the clock every 1024 rounds only; at least half are everybody's.
-        assert calls >= 400, f"only {calls} calls of {world} ranks in {limit_s} s"
+    for world, soak_s in ((2, 14), (3, 8), (4, 8)):
+        calls, of_a_kind = soak(build, world, 10**9, soak_s, world)
+        assert of_a_kind >= 1, f"{world} ranks made {calls} calls, and one kind not at all"
 
 
 @pytest.mark.nightly
@@ -103,7 +108,7 @@ def test_soak_of_half_a_minute(build):
 def test_soak_of_ten_million_calls(build, world):
     # Ranks that are not in a group leave its calls out.
     calls = 10**7 if world == 2 else 2 * 10**7
-    assert soak(build, world, calls, 4 * 3600, world) >= 10**7
+    assert soak(build, world, calls, 4 * 3600, world)[0] >= 10**7
 
 
 def test_attention_agrees_with_plain_loops(build):

@@ -1,4 +1,4 @@
-"""Recorded machines: /sys and /proc dumps that stand beside the repository, unpacked once a session."""
+"""Recorded machines: the /sys and /proc dumps of tests/machines, unpacked once a session."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ DUMPS = [
     "nvidiagpunumanodes",
     "offline-cpu0-node0",
 ]
-TOPOLOGIES = Path(__file__).resolve().parents[2].parent / "shared" / "topologies"
+MACHINES = Path(__file__).resolve().parents[1] / "machines"
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,7 @@ def dump(tmp_path_factory):
     found: dict[str, Dump] = {}
 
     def unpack(name: str) -> Dump:
-        folder = TOPOLOGIES / name
-        if not folder.is_dir():
-            pytest.skip(f"recorded machine: missing ../shared/topologies/{name}")
+        folder = MACHINES / name
         if name not in found:
             target = tmp_path_factory.mktemp(name)
             subprocess.run(["tar", "-xzf", folder / "fsroot.tar.gz", "-C", target], check=True)

@@ -24,7 +24,7 @@ def set_nodes(monkeypatch):
     return set_knob
 
 
-def open_group(store, rank, everybody, timeout_s=5.0):
+def open_group(store, rank, everybody, timeout_s=60.0):
     return segment.open_group(store, range(len(everybody)), rank, everybody, timeout_s)
 
 
@@ -32,7 +32,7 @@ def test_ranks_tell_each_other_their_nodes(set_nodes):
     set_nodes("2-3,5")
     store = dist.HashStore()
     store.set("numadist/member/1", json.dumps(asdict(replace(ME, nodes=(8,)))))
-    found = members.meet(store, 0, 2, 5.0)
+    found = members.meet(store, 0, 2, 60.0)
     assert [m.nodes for m in found] == [(2, 3, 5), (8,)]
     assert segment.nodes_of(found) == [[2, 3, 5], [8]]
 

@@ -23,7 +23,10 @@ def check(generator, name, lengths):
 
 @pytest.mark.parametrize(
     ("name", "first", "others"),
-    [("gpt2", (5, 17), [(1, 9, 23, 5, 17), (90, 5)]), ("llama", (9,), [(23,), (2,), (90,)])],
+    [
+        pytest.param("gpt2", (5, 17), [(1, 9, 23, 5, 17), (90, 5)], marks=pytest.mark.slow),
+        ("llama", (9,), [(23,), (2,), (90,)]),
+    ],
     ids=["gpt2, several rows", "llama, one row"],
 )
 def test_compiled_tokens_equal_hugging_face_and_new_sizes_compile_nothing(name, first, others):

@@ -36,7 +36,7 @@ def served():
     spec.loader.exec_module(module)
     (generator,) = generators("llama", 1)
     engine = generator.engine()
-    server = module.Server(("127.0.0.1", 0), Words(), argparse.Namespace(model="tiny", timeout_s=60.0))
+    server = module.Server(("127.0.0.1", 0), Words(), argparse.Namespace(model="tiny", timeout_s=300.0))
     loops = [
         threading.Thread(target=server.serve_forever),
         threading.Thread(target=module.run, args=(engine, server)),
@@ -52,7 +52,7 @@ def served():
 
 
 def post(port, **asked):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     connection.request("POST", "/v1/completions", json.dumps(asked))
     response = connection.getresponse()
     return response.status, response.read().decode()

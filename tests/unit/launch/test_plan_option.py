@@ -45,7 +45,7 @@ def test_the_rank_finds_its_plan_and_its_threads_in_its_environment(plan_file, t
     script = tmp_path / "script.py"
     script.write_text("import os, json; print(json.dumps(dict(os.environ)))")
     words = ["-m", "numadist.launch.cli", "--quiet", "--prefix", "never", "--plan", path, str(script)]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True, timeout=300)
     seen = json.loads(done.stdout)
     assert seen["NUMADIST_PLAN"] == path
     if len(cpus) > 1:

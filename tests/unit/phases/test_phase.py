@@ -1,9 +1,7 @@
 """What a switch does to the process's threads. Each test has a thread of its own: OpenMP teams belong to one."""
 
 import os
-import statistics
 import threading
-import time
 
 import pytest
 import torch
@@ -86,7 +84,7 @@ def test_threads_that_a_switch_makes_are_counted_as_the_kernel_counts_them(on_ne
         assert by_us <= 2, "hot teams keep their threads"
 
 
-def test_a_thousand_switches_between_one_and_two_threads_make_no_thread_and_take_microseconds(on_new_thread):
+def test_a_thousand_switches_between_one_and_two_threads_make_and_end_no_thread(on_new_thread):
     x, w = torch.randn(64, 512), torch.randn(512, 512)
 
     def body():
@@ -94,20 +92,16 @@ def test_a_thousand_switches_between_one_and_two_threads_make_no_thread_and_take
         use_plan(plan_of(2, 1))
         with phase("prefill"):
             wanted = x @ w
-            ids, before, took = thread_ids(), phase_stats(), []
+            ids, before = thread_ids(), phase_stats()
             for _ in range(500):
                 for name in ("decode", "prefill"):
-                    begin = time.perf_counter()
                     switch_phase(name)
-                    took.append(time.perf_counter() - begin)
             after = phase_stats()
-            return thread_ids() ^ ids, after, before, took, torch.equal(x @ w, wanted)
+            return thread_ids() ^ ids, after, before, torch.equal(x @ w, wanted)
 
-    changed, after, before, took, same = on_new_thread(body)
+    changed, after, before, same = on_new_thread(body)
     assert not changed, f"threads that came or went: {changed}"
     assert (after.switches - before.switches, after.threads_created - before.threads_created) == (1000, 0)
-    median_us = statistics.median(took) * 1e6
-    assert median_us < 50, f"median of a switch: {median_us:.1f} us"
     assert same, "the same layer with the same threads has other bits"
 
 

@@ -19,7 +19,7 @@ from numadist.sharding.collectives import Emitter
 from numadist.sharding.schema import Schema
 from numadist.sharding.sequence import plan_sequence
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 
 class Board:

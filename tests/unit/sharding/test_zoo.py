@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra `models`")
 from zoo import ZOO, main_output, make
 
 MAX_ERROR = 1e-5  # of the output's scale, fp32
+QUICK = ("gpt2", "llama")  # what `make test` runs of them where every model is run several times
 MAX_BF16_RATIO = 1.5  # error against the fp32 truth, of the unsharded bf16 model's
 
 
@@ -34,7 +35,7 @@ def truth_of(model, inputs):
         return main_output(model(*args, **kwargs)).float()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ZOO)
 def test_fp32_fixed_shapes(name, num_ranks):
     entry, model = ZOO[name], make(name)
@@ -52,7 +53,9 @@ def test_fp32_fixed_shapes(name, num_ranks):
         assert local_fraction(graphs, model) < 1
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.dynamic])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ZOO if ZOO[n].dynamic]
+)
 def test_dynamic_batch_and_sequence(name):
     entry, model = ZOO[name], make(name)
     _, graphs, board = shard_all(model, entry.inputs(), 2, entry.dynamic)

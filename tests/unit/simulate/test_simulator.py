@@ -25,20 +25,24 @@ def described(results):
     )
 
 
+@pytest.mark.slow
 def test_nine_in_ten_held_out_figures_have_the_right_sign(results):
     assert published.share_of_right_signs(results) >= MIN_RIGHT_SIGNS, described(results)
 
 
+@pytest.mark.slow
 def test_held_out_geometric_means_are_within_a_fifth(results):
     assert published.worst_mean_error(results) <= MAX_MEAN_ERROR, described(results)
 
 
+@pytest.mark.slow
 def test_most_figures_are_held_out(results):
     held_out = [r.figure.name for r in results if r.figure.held_out]
     assert len(held_out) >= MIN_HELD_OUT, held_out
     assert len([r for r in results if r.figure.fitted]) <= 7
 
 
+@pytest.mark.slow
 def test_as_many_configurations_as_a_count_names(results):
     kept = published.Predictions().seconds(published.HASWELL_EX, "default")
     assert len(kept) == published.MEASURED_ON_HASWELL_EX

@@ -76,7 +76,7 @@ def test_tune_writes_a_plan_of_what_it_measured(tmp_path, capsys):
     plan = load_plan(path)
     assert plan.model == "gpt2-tiny, float32"
     most = max(rank.threads for rank in plan.prefill.ranks)
-    assert plan.measured["decode"][str(most)]["b8_ms"] > 0
-    assert plan.measured["prefill_ms"] > plan.measured["decode"][str(most)]["b1_ms"]
+    assert plan.measured["prefill_ms"] > 0
+    assert min(plan.measured["decode"][str(most)].values()) > 0
     assert f"numarun --plan {path}" in capsys.readouterr().out
     assert json.loads(path.read_text())["topology_key"]

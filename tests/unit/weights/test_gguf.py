@@ -34,6 +34,7 @@ def cut_in_two(shape, dim, at):
     return Shard({dim: DimShard((((0, at),), ((at, shape[dim]),)))})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dim", "at"),
     [
@@ -55,11 +56,13 @@ def test_slices_equal_those_of_the_whole_model(smollm2, name, dim, at):
         assert torch.equal(out, local_slice(full, shard, rank)), f"{name} on rank {rank}"
 
 
+@pytest.mark.slow
 def test_every_parameter_is_found(smollm2):
     whole, checkpoint = smollm2
     assert {name for name, _ in whole.named_parameters()} <= set(checkpoint.names())
 
 
+@pytest.mark.slow
 def test_another_models_shapes_are_refused(smollm2):
     _, checkpoint = smollm2
     with pytest.raises(ShardError, match=r"q_proj.weight has shape \(576, 576\)"):
