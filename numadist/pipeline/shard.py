@@ -48,13 +48,16 @@ def shard(
     train: give the collectives their backward, and gradients to the parameters that have them in the model. Ranks draw
         the same random numbers. docs/training.md has what is supported.
     Keeps no reference to the full weights; drop yours to free them.
-    Raises: ShardError if the model cannot be captured, no group exists, or the schema does not fit.
+    Raises: ShardError if the model cannot be captured, no group exists, the schema does not fit, or compile and train
+        are both asked for.
     """
     if not dist.is_initialized():
         raise ShardError(
             "numadist.shard needs a process group: call torch.distributed.init_process_group('numa') first, "
             "and start the script with numarun"
         )
+    if compile and train:
+        raise ShardError("compile=True packs weights for inference, train=True changes them: choose one of the two")
     pg = group if group is not None else dist.group.WORLD
     assert pg is not None  # initialized
     begin = time.monotonic()

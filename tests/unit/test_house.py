@@ -56,15 +56,8 @@ MAY_IMPORT = {
     "models": {"errors", "torch"},
     "generation": {"errors", "graph", "kernels", "log", "memory", "phases", "pipeline", "sharding", "torch"},
     "inprocess": {
-        "_native",
-        "binding",
-        "errors",
-        "log",
-        "memory",
-        "pipeline",
-        "sharding",
-        "topology",
-        "torch",
+        *("_native", "binding", "errors", "log", "topology", "torch"),
+        *("graph", "memory", "pipeline", "sharding"),
     },
     "compare": {
         *("_syscalls", "binding", "comm", "errors", "topology", "torch"),
