@@ -109,7 +109,9 @@ def _custom_backward_refused(train: bool) -> Iterator[None]:
     apply = torch.autograd.Function.__dict__["apply"]
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__ == "torch._library.autograd":  # of a custom op, which is in the graph with its backward
+        if (
+            cls.__module__ == "torch._library.autograd"
+        ):  # of a custom op, which is in the graph with its backward
             return apply.__get__(None, cls)(*args, **kwargs)
         raise ShardError(
             f"forward calls the autograd.Function {cls.__qualname__}, whose backward a captured graph does not have: "

@@ -57,7 +57,9 @@ def shard(
             "and start the script with numarun"
         )
     if compile and train:
-        raise ShardError("compile=True packs weights for inference, train=True changes them: choose one of the two")
+        raise ShardError(
+            "compile=True packs weights for inference, train=True changes them: choose one of the two"
+        )
     pg = group if group is not None else dist.group.WORLD
     assert pg is not None  # initialized
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""Training every architecture of the zoo: gradients and three steps equal the unsharded model's, on 2, 3 and 4 ranks."""
+"""Training every architecture of the zoo: gradients and steps are the unsharded model's, on 2, 3 and 4 ranks."""
 
 import sys
 from pathlib import Path
