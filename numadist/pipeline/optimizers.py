@@ -14,14 +14,19 @@ from numadist.pipeline.whole import gather_whole, part_of
 def optimizer_state_dict(model: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """State by the parameters' names in the unsharded model, tensors whole, and the options of its groups. Collective.
 
-    Raises: ShardError for an optimizer over parameters that are not the model's.
+    Raises: ShardError for an optimizer over parameters that are not the model's, or one that mixes their elements.
     """
     names = _names(model, optimizer)
     state: dict[str, dict[str, Any]] = {}
     for parameter, name in names.items():
         entry: dict[str, Any] = {}
         for key, value in optimizer.state.get(parameter, {}).items():
-            is_part = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+            is_part = isinstance(value, Tensor) and value.dim() > 0
+            if is_part and value.shape != parameter.shape:
+                raise ShardError(
+                    f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for {name} of shape "
+                    f"{list(parameter.shape)}: only optimizers that treat each element alone can train a part"
+                )
             entry[key] = (
                 gather_whole(value, model.placement(name), model.rank, model.group) if is_part else value
             )
