@@ -187,13 +187,17 @@ def decode(generator: numadist.Generator, prompts: torch.Tensor, options) -> flo
         if row == last_row:
             times.append(time.perf_counter())
 
-    generator.generate(prompts.tolist(), max_new_tokens=options.tokens + 1, eos_token_id=(), on_token=note)
+    generator.generate(
+        prompts.tolist(), max_new_tokens=options.tokens + 1, do_sample=False, eos_token_id=(), on_token=note
+    )
     return statistics.median(b - a for a, b in itertools.pairwise(times)) if times else 0.0
 
 
 def answer(generator: numadist.Generator, prompts: torch.Tensor, options) -> list[list[int]]:
     """The new tokens of every row."""
-    rows = generator.generate(prompts.tolist(), max_new_tokens=options.tokens, eos_token_id=())
+    rows = generator.generate(
+        prompts.tolist(), max_new_tokens=options.tokens, do_sample=False, eos_token_id=()
+    )
     return [row[options.context :] for row in rows]
 
 

@@ -97,7 +97,7 @@ def load_prompts(model: str, vocabulary_size: int) -> tuple[list[str], list[list
 def timed(generator: numadist.Generator, prompts: list[list[int]], options) -> tuple[list[list[int]], float]:
     dist.barrier()
     begin = time.perf_counter()
-    answers = generator.generate(prompts, max_new_tokens=options.max_new_tokens)
+    answers = generator.generate(prompts, max_new_tokens=options.max_new_tokens, do_sample=False)
     return answers, time.perf_counter() - begin
 
 

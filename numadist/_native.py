@@ -14,7 +14,7 @@ from pathlib import Path
 from numadist.config import config
 from numadist.errors import ConfigError, NativeError
 
-ABI_VERSION = 14  # ND_ABI_VERSION
+ABI_VERSION = 15  # ND_ABI_VERSION
 MAX_WORLD = 512  # ND_MAX_WORLD
 NODE_WORDS = 16  # ND_NODE_WORDS
 HISTORY = 16  # ND_HISTORY
@@ -204,7 +204,7 @@ _OTHER_FUNCTIONS: dict[str, list] = {
     "nd_advise_huge": [_PTR, c_size_t],
     "nd_touch": [_PTR, c_size_t],
     "nd_page_nodes": [_PTR, c_size_t, POINTER(c_int32)],
-    "nd_message_source": [c_void_p, POINTER(c_uint64)],
+    "nd_message_source": [c_void_p, POINTER(c_uint64), POINTER(c_int)],
     "nd_reduce_local": [c_int, _PTR, _PTRS, c_int, c_size_t, c_int, c_int],
     "nd_team_use": [POINTER(_Team)],
     "nd_team_form": [POINTER(c_int), POINTER(c_int)],
@@ -446,10 +446,11 @@ def start_message(
     return code, request.value or 0
 
 
-def message_source(request: int) -> tuple[int, int]:
-    """(rank that sent it, bytes that came) of a finished receive."""
-    num_bytes = c_uint64()
-    return lib.nd_message_source(request, byref(num_bytes)), num_bytes.value
+def message_source(request: int) -> tuple[int, int, int]:
+    """(rank that sent it, bytes that came, code of their dtype) of a finished receive."""
+    num_bytes, dtype = c_uint64(), c_int()
+    source = lib.nd_message_source(request, byref(num_bytes), byref(dtype))
+    return source, num_bytes.value, dtype.value
 
 
 def all_reduce_fused(handle: int, in_: int, out: int, num_rows: int, dtype: int, epilogue: Epilogue) -> int:

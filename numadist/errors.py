@@ -29,6 +29,10 @@ class GenerateError(NumadistError):
     """A model or a request that generation cannot serve, or a generation that was stopped."""
 
 
+class TokenIdError(GenerateError, IndexError):
+    """A prompt has a token id outside the model's vocabulary; an IndexError, as the model itself raises."""
+
+
 class PlanError(NumadistError):
     """A plan that cannot be read or does not fit, or a phase switch at a wrong time."""
 

@@ -25,7 +25,9 @@ from numadist.comm.collective_calls import CollectiveCall
 from numadist.comm.dtypes import OPS
 from numadist.comm.dynamo import hide_from_dynamo
 from numadist.comm.fused import AfterSum, finish_sum
+from numadist.comm.overloads import overloaded
 from numadist.comm.sparse import sum_sparse_
+from numadist.comm.tensors import store
 from numadist.comm.works import DONE, CollectiveWork, DoneWork, MessageWork, PendingWork
 from numadist.errors import CommError
 
@@ -51,7 +53,7 @@ def reduction_of(opts: Any, in_place: Sequence[Tensor] = ()) -> Op:
         return op
     if name == ReduceOp.PREMUL_SUM:
         for t in in_place:
-            t.mul_(opts.reduceOp.factor)
+            store(t, t.detach() * opts.reduceOp.factor)
         return Op.SUM
     raise CommError(f"backend numa has no reduction {name}; it has {[o.name for o in Op]}")
 
@@ -60,7 +62,7 @@ def scaled(opts: Any, tensors: list[Tensor]) -> list[Tensor]:
     """The inputs of a reduction, times the factor of PREMUL_SUM."""
     if opts is None or opts.reduceOp.op != ReduceOp.PREMUL_SUM:
         return tensors
-    return [t * opts.reduceOp.factor for t in tensors]
+    return [t.detach() * opts.reduceOp.factor for t in tensors]
 
 
 class CoreGroup(ProcessGroup):
@@ -91,6 +93,18 @@ class CoreGroup(ProcessGroup):
     @property
     def group_desc(self) -> str:
         return self._desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """What moves a device's tensors: this group itself, which needs no other object for it."""
+        if device.type != "cpu":
+            raise CommError(
+                f"backend numa moves CPU tensors; group {self._name!r} has none for {device.type}"
+            )
+        return self
 
     # C++ asks by these names.
     def setGroupName(self, name: str) -> None:
@@ -226,10 +240,12 @@ class NumaGroup(CoreGroup):
     # ---- collectives by torch's names -----------------------------------------------------------------------
     # torch's stubs give most of these a second signature, which only C++ backends need, hence the ignored overrides.
 
+    @overloaded
     def barrier(self, opts: Any = None) -> Work:
         return self._run([collective_calls.barrier()], [], opts)
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:  # type: ignore[override]
+    @overloaded
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         op = reduction_of(opts, tensors)
         for t in tensors:
             if t.is_sparse:
@@ -244,16 +260,19 @@ class NumaGroup(CoreGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
+    @overloaded
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         op = reduction_of(opts, tensors)
         calls = [collective_calls.in_place(Coll.REDUCE, t, op, opts.rootRank) for t in tensors]
         return self._run(calls, tensors, opts, op)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
+    @overloaded
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         calls = [collective_calls.broadcast(t, opts.rootRank) for t in tensors]
         return self._run(calls, tensors, opts)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:  # type: ignore[override]
+    @overloaded
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         calls = [collective_calls.all_gather(outs, t) for outs, t in zip(outputs, inputs, strict=True)]
         return self._run(calls, [t for outs in outputs for t in outs], opts)
 
@@ -280,7 +299,8 @@ class NumaGroup(CoreGroup):
             self.all_gather_(out, t)
         return DONE
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:  # type: ignore[override]
+    @overloaded
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         op = reduction_of(opts)
         pairs = zip(outputs, [scaled(opts, ins) for ins in inputs], strict=True)
         calls = [collective_calls.reduce_scatter(out, ins, op) for out, ins in pairs]
@@ -301,17 +321,20 @@ class NumaGroup(CoreGroup):
             self.reduce_scatter_(out, t, op)
         return DONE
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:  # type: ignore[override]
+    @overloaded
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
         ins = inputs[0] if self._rank == opts.rootRank else []
         return self._run([collective_calls.scatter(outputs[0], ins, opts.rootRank)], outputs, opts)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
+    @overloaded
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         outs = outputs[0] if self._rank == opts.rootRank else []
         return self._run([collective_calls.gather(outs, inputs[0], opts.rootRank)], outs, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         return self._run([collective_calls.all_to_all(outputs, inputs, self._world)], outputs, opts)
 
+    @overloaded
     def all_to_all_single(
         self, output: Tensor, t: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
     ) -> Work:
@@ -324,7 +347,7 @@ class NumaGroup(CoreGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
-    alltoall_base = all_to_all_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single
 
     def _start_coalescing(self, device: Any) -> None:
         pass  # torch coalesces by the *_coalesced methods; single calls need no group of their own

@@ -5,13 +5,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from numadist.comm.tensors import store
+
 
 def sum_sparse_(t: Tensor, all_gather: Callable[[Tensor], list[Tensor]]) -> None:
     """Replace a COO tensor by its sum over ranks. all_gather(x): everybody's x, of one shape, in rank order.
 
     Cost: three all_gathers, of the longest rank's number of entries.
     """
-    mine = t.coalesce()
+    mine = t.detach().coalesce()
     counts = [int(n) for n in all_gather(torch.tensor([mine._nnz()]))]
     indices = all_gather(_padded(mine.indices().t().contiguous(), max(counts)))
     values = all_gather(_padded(mine.values(), max(counts)))
@@ -20,7 +22,7 @@ def sum_sparse_(t: Tensor, all_gather: Callable[[Tensor], list[Tensor]]) -> None
         torch.cat([v[:n] for v, n in zip(values, counts, strict=True)]),
         t.shape,
     )
-    t.copy_(total.coalesce())
+    store(t, total.coalesce())
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

@@ -23,7 +23,17 @@ def readable(t: Tensor) -> Tensor:
     """The tensor itself if its memory can be read in one go, else a contiguous copy."""
     if not t.is_cpu or t.layout != torch.strided:
         _refuse(t)
-    return t if _fits(t) else t.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+    return (
+        t
+        if _fits(t)
+        else t.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+    )
+
+
+def store(t: Tensor, values: Tensor) -> None:
+    """t.copy_(values), also where autograd would refuse it: leaves, and inference tensors outside inference mode."""
+    with torch.inference_mode() if t.is_inference() else torch.no_grad():
+        t.copy_(values)
 
 
 class StagedOutputs:
@@ -38,16 +48,21 @@ class StagedOutputs:
             _refuse(t)
         if _fits(t):
             return t
+        if any(n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True)):
+            raise CommError(
+                f"a result cannot go into a tensor of shape {list(t.shape)} and strides {list(t.stride())}: several "
+                f"elements of it share memory. Give it memory of its own with .clone()"
+            )
         staged = torch.empty(t.shape, dtype=t.dtype)
         if keep:
-            staged.copy_(t)
+            staged.copy_(t.detach())
         self._copies.append((t, staged))
         return staged
 
     def copy_back(self) -> None:
         """Copy staged results to where they belong."""
         for t, staged in self._copies:
-            t.copy_(staged)
+            store(t, staged)
 
 
 def same_dtype_and_size(what: str, tensors: Sequence[Tensor], dtype: torch.dtype, numel: int) -> None:

@@ -1,14 +1,17 @@
 """Work objects: what torch gives back for a collective or a message, done or still under way.
 
 Tasks run without the GIL in the core. Python is needed only to finish one: copy staged results, complete the future.
-Whoever waits does that; for futures, which nobody may wait for, one thread of the process does.
+Whoever waits does that; for futures, which nobody may wait for, threads of the process do. Callbacks of a future may
+wait for other works, so whoever completes one holds nothing that another work needs.
 """
 
+import contextlib
 import datetime
 import errno
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch._C._distributed_c10d import Work
 
 from numadist import _native
 from numadist.comm.collective_calls import CollectiveCall
+from numadist.comm.dtypes import NAMES
 from numadist.errors import CollectiveMismatch, CollectiveTimeout
 
 
@@ -58,7 +62,10 @@ class PendingWork(Work):
         self._finish: Callable[[], None] | None = finish
         self._error: Exception | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._unsettled: torch.futures.Future[Any] | None = None  # the same, until somebody completes it
         self._done = False
+        # Works of one stream end in the order they began, so one thread can wait for all of them.
+        self.stream: Hashable = self
         self._poll_lock = threading.RLock()  # held while the core is asked, possibly for long
         self._future_lock = threading.Lock()
 
@@ -84,17 +91,21 @@ class PendingWork(Work):
             self._poll_lock.release()
 
     def _complete(self, error: Exception | None) -> None:
-        self._error = error
         if error is None and self._finish is not None:
-            self._finish()
-        self._finish = None
+            try:
+                self._finish()
+            except Exception as failed:  # the call is over all the same, and its waiters must learn why
+                error = failed
+        self._error, self._finish = error, None
         with self._future_lock:
             self._done = True
-            future = self._future
-        if future is not None:
-            self._settle(future)
 
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
+    def _settle(self) -> None:
+        """Complete the future of a work that is done, if nobody has; its callbacks run here."""
+        with self._future_lock:
+            future, self._unsettled = self._unsettled, None
+        if future is None:
+            return
         if self._error is not None:
             future.set_exception(self._error)
         else:
@@ -107,6 +118,10 @@ class PendingWork(Work):
             raise CollectiveTimeout(
                 f"not done within the {seconds:g} s of this wait; the call itself goes on"
             )
+        if self._future is not None:
+            self._settle()
+            with contextlib.suppress(Exception):  # this work's own error, raised below
+                self._future.wait()  # has its value before callbacks run, so this waits for none of them
         if self._error is not None:
             raise self._error
         return True
@@ -131,10 +146,10 @@ class PendingWork(Work):
         with self._future_lock:
             if self._future is not None:
                 return self._future
-            future = self._future = torch.futures.Future()
+            future = self._future = self._unsettled = torch.futures.Future()
             done = self._done
         if done:
-            self._settle(future)
+            self._settle()
         else:
             _completer.take(self)
         return future
@@ -166,6 +181,7 @@ class TaskWork(CollectiveWork):
         super().__init__(calls, result)
         self._handle = handle
         self._error_of = error_of
+        self.stream = handle
         self._tasks = [_native.start(handle, call.arguments) for call in calls]
         self._first_error: Exception | None = None
 
@@ -194,7 +210,7 @@ class MessageWork(PendingWork):
         super().__init__([buffer], finish)
         self._handle = handle
         self._request = request
-        self._num_bytes = buffer.nbytes
+        self._num_bytes, self._dtype = buffer.nbytes, buffer.dtype
         self._error_of = error_of
         self.source = -1
 
@@ -206,10 +222,10 @@ class MessageWork(PendingWork):
             code = _native.lib.nd_message_wait(self._handle, self._request, limit_ns)
         if code == 1:
             return False
-        self.source, num_bytes = _native.message_source(self._request)
+        self.source, num_bytes, dtype = _native.message_source(self._request)
         _native.lib.nd_message_free(self._handle, self._request)
         if code == -errno.EMSGSIZE:
-            return wrong_size(self.source, num_bytes, self._num_bytes)
+            return wrong_message(self.source, num_bytes, dtype, self._num_bytes, self._dtype)
         return True if code == 0 else self._error_of(code)
 
     def _source_rank(self) -> int:
@@ -219,31 +235,60 @@ class MessageWork(PendingWork):
     source_rank = _source_rank
 
 
-def wrong_size(source: int, sent: int, expected: int) -> Exception:
+def wrong_message(source: int, sent: int, code: int, expected: int, dtype: torch.dtype) -> Exception:
+    theirs, ours = NAMES.get(code, f"dtype {code}"), str(dtype).removeprefix("torch.")
     return CollectiveMismatch(
-        f"recv: rank {source} sent {sent} bytes, the tensor to receive it has {expected}. "
+        f"recv: rank {source} sent {sent} bytes of {theirs}, the tensor to receive it has {expected} of {ours}. "
         f"Both sides must name the same shape and dtype; the message is dropped."
     )
 
 
 class _Completer:
-    """One daemon thread that waits for works whose futures somebody holds, in the order they came."""
+    """Daemon threads that wait for works whose futures somebody holds: one thread a stream, in the order they came.
+
+    A thread gives its stream away before it completes a future: the callbacks may wait for the stream's later works.
+    """
 
     def __init__(self) -> None:
-        self._works: queue.SimpleQueue[PendingWork] = queue.SimpleQueue()
-        self._started = False
         self._lock = threading.Lock()
+        self._streams: dict[Hashable, deque[PendingWork]] = {}  # those that a thread serves
+        self._idle: list[queue.SimpleQueue[Hashable]] = []  # where threads without a stream wait for one
 
     def take(self, work: PendingWork) -> None:
-        self._works.put(work)
         with self._lock:
-            if not self._started:
-                threading.Thread(target=self._run, name="numadist-futures", daemon=True).start()
-                self._started = True
+            if (works := self._streams.get(work.stream)) is not None:
+                works.append(work)
+                return
+            self._streams[work.stream] = deque([work])
+            self._hand_over(work.stream)
 
-    def _run(self) -> None:
+    def _hand_over(self, stream: Hashable) -> None:
+        """To an idle thread, or to a new one. Call with the lock."""
+        if self._idle:
+            self._idle.pop().put(stream)
+        else:
+            threading.Thread(target=self._run, args=(stream,), name="numadist-futures", daemon=True).start()
+
+    def _run(self, stream: Hashable) -> None:
+        todo: queue.SimpleQueue[Hashable] = queue.SimpleQueue()
         while True:
-            self._works.get()._advance(_native.FOREVER)
+            self._finish_first(stream)
+            with self._lock:
+                self._idle.append(todo)
+            stream = todo.get()
+
+    def _finish_first(self, stream: Hashable) -> None:
+        with self._lock:
+            work = self._streams[stream][0]
+        work._advance(_native.FOREVER)
+        with self._lock:
+            works = self._streams[stream]
+            works.popleft()
+            if works:
+                self._hand_over(stream)
+            else:
+                del self._streams[stream]
+        work._settle()
 
 
 _completer = _Completer()

@@ -19,7 +19,7 @@
  *   -ECANCELED: the group was aborted by nd_group_abort
  *   -ECHILD: the handle was used in a fork of its process
  *   -EOPNOTSUPP: no kernel for this dtype and reduction; the group stays usable
- *   -EMSGSIZE: a received message has another size than the buffer; the group stays usable
+ *   -EMSGSIZE: a received message has another size or dtype than the buffer; the group stays usable
  *
  * Calls on one group from several threads take turns.
  */
@@ -29,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 14
+#define ND_ABI_VERSION 15
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_HISTORY 16
@@ -284,8 +284,8 @@ ND_API int nd_message_wait(NdGroup* group, NdRequest* request, uint64_t timeout_
 ND_API int nd_message_poll(NdGroup* group, NdRequest* request, uint64_t timeout_ns);
 /* 1 while it runs, else its code. */
 ND_API int nd_message_test(NdGroup* group, NdRequest* request);
-/* Of a finished receive: who sent it, and how many bytes came. */
-ND_API int nd_message_source(NdRequest* request, uint64_t* bytes);
+/* Of a finished receive: who sent it, how many bytes came, and of which dtype. */
+ND_API int nd_message_source(NdRequest* request, uint64_t* bytes, int* dtype);
 /* A receive that nothing has come for is withdrawn; -EBUSY for other running requests, unless the group failed. */
 ND_API int nd_message_free(NdGroup* group, NdRequest* request);
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from numadist.errors import GenerateError
+from numadist.generation.logits import Rules
 from numadist.generation.runner import Runner, check_prompt
 from numadist.generation.sampling import Sampling, choose, num_candidates
 from numadist.phases.phase import Phase, phase
@@ -39,6 +40,8 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
+    rules: Rules | None = None  # what changes the logits before a token is chosen
+    stops: Callable[[list[int]], bool] | None = None  # whether prompt and tokens end with a stop string
     on_token: Callable[[int], None] | None = None  # called on rank 0 with every new token
     deadline: float | None = None
     tokens: list[int] = field(default_factory=list)  # generated, a stop id included
@@ -82,7 +85,9 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises: GenerateError if it can never run."""
-        check_prompt(request.prompt, request.max_new_tokens, self.runner.max_tokens)
+        check_prompt(
+            request.prompt, request.max_new_tokens, self.runner.max_tokens, self.runner.vocabulary_size
+        )
         request.arrival = request.arrival or self.clock()
         self.waiting.append(request)
 
@@ -173,7 +178,8 @@ class Engine:
         self, first_row: int, requests: list[Request], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> None:
         count = num_candidates([r.sampling for r in requests])
-        values, candidates = self.runner.run(first_row, tokens, starts, count)
+        edits = [r.rules.edit(r.prompt, r.tokens) if r.rules is not None else None for r in requests]
+        values, candidates = self.runner.run(first_row, tokens, starts, count, edits)
         now = self.clock()
         for i, request in enumerate(requests):
             if request.done:  # another one's callback cancelled it
@@ -185,7 +191,9 @@ class Engine:
                 request.on_token(token)
             if request.done:
                 continue
-            if token in request.stop_ids:
+            if token in request.stop_ids or (
+                request.stops is not None and request.stops([*request.prompt, *request.tokens])
+            ):
                 request.finish_reason = "stop"
             elif len(request.tokens) == request.max_new_tokens:
                 request.finish_reason = "length"

@@ -1,7 +1,6 @@
 """`numadist.generate` and `numadist.Generator`: Hugging Face generate's arguments, over all ranks."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from numadist.errors import CommError, GenerateError
-from numadist.generation.engine import Engine, Policy, Request
+from numadist.generation.asked import Asked, read
+from numadist.generation.engine import Engine, Policy
 from numadist.generation.peers import Peers, peers_of
 from numadist.generation.runner import Runner
-from numadist.generation.sampling import Sampling
 from numadist.generation.step import CapturedStep
 from numadist.kernels import int8
 from numadist.log import get_logger
@@ -25,14 +24,16 @@ log = get_logger(__name__)
 # Slots of a row unless the caller or the model's own limit says otherwise.
 DEFAULT_MAX_LENGTH = 2048
 
+RANK_0_FAILED = "rank 0 stopped generating with an error; its own output has the reason"
+
 OnToken = Callable[[int, int], None]
 
 
 class Generator:
     """A causal language model split over the ranks, with its KV tensors; graphs are made once and kept.
 
-    Every rank makes it and calls `generate` alike. Arguments of a call count on rank 0, which decides; all ranks get
-    the same tokens. Without a process group one rank does everything.
+    Every rank makes it alike and calls `generate`. Arguments of a call count on rank 0 alone; all ranks get its
+    answer. Without a process group one rank does everything.
 
     max_batch_size: rows that run at a time; more prompts wait their turn. max_length: tokens of a row, prompt and new
     ones together. Both fix the memory of the KV tensors. group, schema, weights: as numadist.shard takes them.
@@ -100,7 +101,8 @@ class Generator:
             raise GenerateError(
                 f"max_length must be from 2 to the model's {limit} positions, got {self.max_length}"
             )
-        self.defaults = getattr(model, "generation_config", None)
+        # Read at every call. The model itself is not kept: its weights may go.
+        self._configs = model.config, getattr(model, "generation_config", None)
         self.runner = Runner(
             model,
             peers,
@@ -147,7 +149,7 @@ class Generator:
     def follow(self) -> None:
         """Other ranks: serve rank 0's engine until it ends. Raises: GenerateError if it ended with an error."""
         if self.runner.follow() != 0:
-            raise GenerateError("rank 0 stopped generating with an error; its own output has the reason")
+            raise GenerateError(RANK_0_FAILED)
 
     def end(self, failed: bool = False) -> None:
         """Rank 0: let the others return from `follow`."""
@@ -158,102 +160,92 @@ class Generator:
         input_ids: Tensor | Sequence[Sequence[int]],
         *,
         attention_mask: Tensor | None = None,
-        max_new_tokens: int = 20,
-        do_sample: bool = False,
-        temperature: float = 1.0,
-        top_k: int = 50,
-        top_p: float = 1.0,
-        eos_token_id: int | Sequence[int] | None = None,
+        generation_config: Any = None,
+        tokenizer: Any = None,
+        max_new_tokens: int | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Iterable[int] | Tensor | None = None,
         pad_token_id: int | None = None,
         seed: int = 0,
         max_time: float | None = None,
         on_token: OnToken | None = None,
+        **fields: Any,
     ) -> Any:
         """Continue every prompt; returns prompts with their continuations, alike on every rank.
 
         input_ids: [B, T], padded on any side where attention_mask is 0, or lists of token ids of any lengths. Returns
-        [B, T + N] padded on the right with pad_token_id, or lists.
-        eos_token_id: token or tokens that end a row; None takes the model's own, () none.
-        max_time: seconds, after which rows end with what they have.
+        [B, T + N] padded on the right with pad_token_id, or lists. Without a mask, pads are told by pad_token_id.
+        generation_config: fields for this call; arguments win over it, and it over the model's own. fields: further
+        ones by Hugging Face's names. What is in none of them is Hugging Face's default: greedy, 20 new tokens.
+        eos_token_id: token or tokens that end a row; None takes the config's own, () none.
+        tokenizer: for stop_strings. max_time: seconds, after which rows end with what they have.
         on_token: called on rank 0 as on_token(row, token); what it raises ends the call on every rank.
-        Raises: GenerateError for a prompt that does not fit, and on other ranks if rank 0 fails.
+        Raises: GenerateError for a prompt that does not fit or a field that numadist does not have, TokenIdError for a
+        token outside the vocabulary; GenerateError on other ranks if rank 0 fails.
         """
-        how = Sampling(do_sample, temperature, top_k, top_p)
-        prompts = _prompts(input_ids, attention_mask)
-        stop_ids = self._stop_ids(eos_token_id)
-        if how.num_candidates is None and self.num_ranks > 1 and self.rank == 0:
-            log.warning(
-                "top_k=%d: every rank sends all its logits at every step; up to 64 it sends top_k", top_k
-            )
-        new = self._run(prompts, max_new_tokens, how, stop_ids, seed, max_time, on_token)
-        if not isinstance(input_ids, Tensor):
-            return [[*prompt, *tokens] for prompt, tokens in zip(prompts, new, strict=True)]
-        longest = max(map(len, new))
-        out = torch.full((len(new), longest), self._pad_id(pad_token_id, stop_ids))
-        for row, tokens in zip(out, new, strict=True):
-            row[: len(tokens)] = torch.tensor(tokens)
-        return torch.cat([input_ids, out], dim=1)
-
-    def _run(
-        self,
-        prompts: list[list[int]],
-        max_new_tokens: int,
-        how: Sampling,
-        stop_ids: frozenset[int],
-        seed: int,
-        max_time: float | None,
-        on_token: OnToken | None,
-    ) -> list[list[int]]:
-        """New tokens of every prompt, decided on rank 0 and sent to all."""
         if self.rank != 0:
             self.follow()
-            return self._share([[0] * max_new_tokens for _ in prompts])
-        engine = Engine(self.runner, seed=seed)
-        deadline = None if max_time is None else engine.clock() + max_time
-        requests = [
-            Request(
-                prompt,
-                max_new_tokens,
-                how,
-                stop_ids,
-                functools.partial(on_token, row) if on_token is not None else None,
-                deadline,
-            )
-            for row, prompt in enumerate(prompts)
-        ]
+            return self._share(None)
+        fields |= {
+            "max_new_tokens": max_new_tokens,
+            "do_sample": do_sample,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "eos_token_id": eos_token_id,
+            "pad_token_id": pad_token_id,
+            "max_time": max_time,
+        }
         try:
-            for request in requests:
-                engine.submit(request)
-            engine.run()
+            asked = read(*self._configs, input_ids, attention_mask, generation_config, tokenizer, fields)
+            new = self._run(asked, seed, on_token)
         except BaseException:
             with contextlib.suppress(CommError):  # of a group that is already broken
                 self.end(failed=True)
             raise
         self.end()
-        return self._share([request.tokens for request in requests])
+        if not isinstance(input_ids, Tensor):
+            return self._share(
+                [[*prompt, *tokens] for prompt, tokens in zip(asked.prompts, new, strict=True)]
+            )
+        out = torch.full((len(new), max(map(len, new))), asked.options.pad_token_id or 0)
+        for row, tokens in zip(out, new, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens)
+        return self._share(torch.cat([input_ids, out], dim=1))
 
-    def _share(self, new: list[list[int]]) -> list[list[int]]:
-        """Rank 0's tokens on every rank; the others pass lists of the largest size."""
-        width = 1 + max(len(tokens) for tokens in new)
-        size = torch.tensor([width])
-        self.peers.broadcast(size)
-        table = torch.zeros(len(new), int(size), dtype=torch.int64)
-        if self.rank == 0:
-            for row, tokens in zip(table, new, strict=True):
-                row[: 1 + len(tokens)] = torch.tensor([len(tokens), *tokens])
+    def _run(self, asked: Asked, seed: int, on_token: OnToken | None) -> list[list[int]]:
+        """Rank 0: new tokens of every prompt."""
+        how = asked.options.sampling
+        if how.num_candidates is None and self.num_ranks > 1:
+            log.warning(
+                "top_k=%d: every rank sends all its logits at every step; up to 64 it sends top_k", how.top_k
+            )
+        engine = Engine(self.runner, seed=seed)
+        max_time = asked.options.max_time
+        requests = asked.requests(on_token, None if max_time is None else engine.clock() + max_time)
+        for request in requests:
+            engine.submit(request)
+        engine.run()
+        return [request.tokens for request in requests]
+
+    def _share(self, answer: Any) -> Any:
+        """Rank 0's answer on every rank: a tensor of rows, or lists."""
+        if self.num_ranks == 1:
+            return answer
+        rows = answer.tolist() if isinstance(answer, Tensor) else answer or []
+        sizes = torch.tensor([isinstance(answer, Tensor), len(rows), max(map(len, rows), default=0)])
+        self.peers.broadcast(sizes)
+        is_tensor, num_rows, width = sizes.tolist()
+        table = torch.zeros(num_rows, 1 + width, dtype=torch.int64)
+        for place, row in zip(table, rows, strict=self.rank == 0):
+            place[: 1 + len(row)] = torch.tensor([len(row), *row])
         self.peers.broadcast(table)
-        return [row[1 : 1 + row[0]] for row in table.tolist()]
-
-    def _stop_ids(self, eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
-        if eos_token_id is None:
-            eos_token_id = getattr(self.defaults, "eos_token_id", None)
-        if eos_token_id is None:
-            return frozenset()
-        return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
-
-    def _pad_id(self, pad_token_id: int | None, stop_ids: frozenset[int]) -> int:
-        own = getattr(self.defaults, "pad_token_id", None)
-        return next((i for i in (pad_token_id, own, *sorted(stop_ids)) if i is not None), 0)
+        if self.rank == 0:
+            return answer
+        return table[:, 1:].clone() if is_tensor else [row[1 : 1 + row[0]] for row in table.tolist()]
 
 
 def _wants_int8(model: torch.nn.Module, quantization: str | None, compile: bool) -> bool:
@@ -272,39 +264,42 @@ def _wants_int8(model: torch.nn.Module, quantization: str | None, compile: bool)
     return True
 
 
-def _prompts(input_ids: Tensor | Sequence[Sequence[int]], attention_mask: Tensor | None) -> list[list[int]]:
-    """Token ids of every prompt without padding. Raises: GenerateError for inputs of the wrong form."""
-    if not isinstance(input_ids, Tensor):
-        if attention_mask is not None:
-            raise GenerateError(
-                "attention_mask goes with a tensor of input_ids; lists have their own lengths"
-            )
-        prompts = [list(map(int, prompt)) for prompt in input_ids]
-    else:
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        if input_ids.dim() != 2 or mask.shape != input_ids.shape:
-            raise GenerateError(
-                f"input_ids must be [B, T] and attention_mask alike, got {list(input_ids.shape)} and {list(mask.shape)}"
-            )
-        prompts = [row[kept].tolist() for row, kept in zip(input_ids, mask.bool(), strict=True)]
-    if not prompts:
-        raise GenerateError("no prompts")
-    return prompts
-
-
 def generate(
     model: torch.nn.Module,
     input_ids: Tensor | Sequence[Sequence[int]],
     *,
     group: dist.ProcessGroup | None = None,
-    max_new_tokens: int = 20,
     **options: Any,
 ) -> Any:
     """Split `model` over the ranks and continue the prompts; options are those of Generator.generate.
 
     For one call: a second one captures the model again. Keep a numadist.Generator to generate more than once.
     """
-    prompts = _prompts(input_ids, options.get("attention_mask"))
-    longest = max(map(len, prompts)) + max_new_tokens
-    generator = Generator(model, max_batch_size=len(prompts), max_length=longest, group=group)
-    return generator.generate(input_ids, max_new_tokens=max_new_tokens, **options)
+    peers = peers_of(group)
+    size = torch.zeros(2, dtype=torch.int64)  # rows, and tokens of the longest
+    try:
+        if peers.rank == 0:
+            size = torch.tensor(_size(model, input_ids, **options))
+    finally:
+        peers.broadcast(size)
+    rows, longest = size.tolist()
+    if not rows:
+        raise GenerateError(RANK_0_FAILED)
+    generator = Generator(model, max_batch_size=rows, max_length=longest, group=group)
+    return generator.generate(input_ids, **options)
+
+
+def _size(
+    model: torch.nn.Module,
+    input_ids: Tensor | Sequence[Sequence[int]],
+    attention_mask: Tensor | None = None,
+    generation_config: Any = None,
+    tokenizer: Any = None,
+    seed: int = 0,
+    on_token: OnToken | None = None,
+    **fields: Any,
+) -> tuple[int, int]:
+    """Rows, and tokens of the longest, of a call of generate."""
+    configs = model.config, getattr(model, "generation_config", None)
+    asked = read(*configs, input_ids, attention_mask, generation_config, tokenizer, fields)
+    return len(asked.prompts), asked.longest

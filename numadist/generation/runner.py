@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numadist.errors import GenerateError
+from numadist.errors import GenerateError, TokenIdError
 from numadist.generation.kv import SLOT_STEP, KvTensors, round_up
+from numadist.generation.logits import Edit, edited, pack
 from numadist.generation.peers import Peers, local_heads
 from numadist.generation.sampling import local_candidates, merge_candidates
 from numadist.generation.step import CapturedStep, capture_step
@@ -71,6 +72,7 @@ class Runner:
         int8: decode on int8 weights. step: the model captured before, which this takes over.
         """
         self.peers, self.max_rows, self.max_tokens = peers, max_rows, max_tokens
+        self.vocabulary_size = _vocabulary_size(model)
         step = step or capture_step(model)
         self.schema = schema or build_schema(step.captured, peers.num_ranks)
         check_group(self.schema, peers.num_ranks)
@@ -95,23 +97,33 @@ class Runner:
         self._header = torch.zeros(8 + 3 * max_rows, dtype=torch.int64)
 
     def run(
-        self, first_row: int, tokens: Sequence[Sequence[int]], starts: Sequence[int], count: int | None
+        self,
+        first_row: int,
+        tokens: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        count: int | None,
+        edits: Sequence[Edit | None] = (),
     ) -> tuple[Tensor, Tensor]:
         """Rank 0: append tokens to rows first_row, first_row + 1, ...; the candidates for what follows, best first.
 
-        starts: number of tokens each row has already. count: as local_candidates takes it. Returns values and tokens,
-        [B, C] each. Raises: GenerateError for a row that becomes too long; what the collectives raise.
+        starts: number of tokens each row has already. count: as local_candidates takes it. edits: what to change in
+        the logits of each row. Returns values and tokens, [B, C] each.
+        Raises: GenerateError for a row that becomes too long; what the collectives raise.
         """
         lengths = [len(row) for row in tokens]
         num_tokens = max(lengths)
         num_slots = self.kv.slots_for(max(s + n for s, n in zip(starts, lengths, strict=True)))
         payload = torch.tensor([[0] * (num_tokens - len(row)) + list(row) for row in tokens])
+        message = pack(edits) if any(edits) else None
         fields = [Command.RUN, first_row, len(tokens), num_tokens, num_slots, -1 if count is None else count]
+        fields.append(0 if message is None else len(message))
         self._send(fields, starts, lengths, [row[0] for row in tokens] if num_tokens == 1 else ())
         if num_tokens > 1:
             self.peers.broadcast(payload)
+        if message is not None:
+            self.peers.broadcast(message)
         gathered = self._step(
-            first_row, payload, torch.tensor(starts), torch.tensor(lengths), num_slots, count
+            first_row, payload, torch.tensor(starts), torch.tensor(lengths), num_slots, count, message
         )
         return merge_candidates(gathered, len(tokens))
 
@@ -142,10 +154,10 @@ class Runner:
             if kind == Command.MOVE:
                 self.kv.move_row(*fields[:3])
             elif kind == Command.RUN:
-                self._follow_step(*fields[:5])
+                self._follow_step(*fields[:6])
 
     def _follow_step(
-        self, first_row: int, num_rows: int, num_tokens: int, num_slots: int, count: int
+        self, first_row: int, num_rows: int, num_tokens: int, num_slots: int, count: int, num_words: int
     ) -> None:
         starts, lengths, only = self._header[8:].view(3, self.max_rows)[:, :num_rows].clone()
         # A tensor of its own, as on rank 0: an offset into another one would be a new input for the compiler.
@@ -153,7 +165,11 @@ class Runner:
         if num_tokens > 1:
             tokens = torch.empty(num_rows, num_tokens, dtype=torch.int64)
             self.peers.broadcast(tokens)
-        self._step(first_row, tokens, starts, lengths, num_slots, None if count < 0 else count)
+        message = None
+        if num_words:
+            message = torch.empty(num_words, dtype=torch.int64)
+            self.peers.broadcast(message)
+        self._step(first_row, tokens, starts, lengths, num_slots, None if count < 0 else count, message)
 
     def _send(self, fields: Sequence[int], *of_rows: Any) -> None:
         if self.peers.num_ranks == 1:
@@ -173,8 +189,9 @@ class Runner:
         lengths_B: Tensor,
         num_slots: int,
         count: int | None,
+        message: Tensor | None,
     ) -> Tensor:
-        """All ranks: one forward and the exchange of candidates, [num_ranks, N]."""
+        """All ranks: one forward, what the message changes, and the exchange of candidates, [num_ranks, N]."""
         num_rows, num_tokens = tokens_BT.shape
         # The same line the compiled graphs are divided by: Inductor writes the thread count into each.
         switch_phase(Phase.DECODE if num_tokens == 1 else Phase.PREFILL)
@@ -185,6 +202,8 @@ class Runner:
             logits_BV = self._forward(tokens_BT, positions_BT, slots_BT, kv[:half], kv[half:])
             if self.vocabulary.size == 0:
                 logits_BV = logits_BV[:, :1].float().fill_(-torch.inf)
+            elif message is not None:
+                logits_BV = edited(logits_BV, message, self.vocabulary.first)
             vocabulary = self.vocabulary
             return self.peers.all_gather(
                 local_candidates(logits_BV, count, vocabulary.first, vocabulary.largest)
@@ -244,10 +263,22 @@ def _heads_may_stay(step: CapturedStep, schema: Schema) -> bool:
     return found
 
 
-def check_prompt(prompt: Sequence[int], max_new_tokens: int, max_tokens: int) -> None:
-    """Raises: GenerateError for an empty prompt or one that leaves no room."""
+def _vocabulary_size(model: torch.nn.Module) -> int:
+    """How many tokens the model can read."""
+    of: Any = model
+    table = of.get_input_embeddings()
+    return int(getattr(table, "num_embeddings", None) or of.config.get_text_config().vocab_size)
+
+
+def check_prompt(prompt: Sequence[int], max_new_tokens: int, max_tokens: int, vocabulary_size: int) -> None:
+    """Raises: GenerateError for a prompt that is empty or leaves no room, TokenIdError for a token that is none."""
     if not prompt:
         raise GenerateError("a prompt has no token; give it at least one, e.g. the model's bos token")
+    if (outside := next((t for t in prompt if not 0 <= t < vocabulary_size), None)) is not None:
+        raise TokenIdError(
+            f"token {outside} at place {list(prompt).index(outside)} of a prompt is outside the model's vocabulary of "
+            f"{vocabulary_size}: ids are from 0 to {vocabulary_size - 1}. Is the tokenizer this model's?"
+        )
     if max_new_tokens < 1:
         raise GenerateError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if len(prompt) + max_new_tokens > max_tokens:

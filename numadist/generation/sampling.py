@@ -20,7 +20,7 @@ MAX_CANDIDATES = 64
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a row's next token is chosen; names and order (temperature, top_k, top_p) are Hugging Face generate's.
+    """How a row's next token is chosen; names and order (temperature, top_k, top_p, min_p) are Hugging Face's.
 
     top_k: 0 samples from the whole vocabulary; it and values above 64 make every rank send all its logits each step.
     """
@@ -29,6 +29,7 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 50
     top_p: float = 1.0
+    min_p: float = 0.0  # times the best token's probability; 0 keeps all
 
     def __post_init__(self) -> None:
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
@@ -39,6 +40,8 @@ class Sampling:
             raise GenerateError(f"top_k must be 0 (all) or positive, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise GenerateError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise GenerateError(f"min_p must be from 0 to 1, got {self.min_p}")
 
     @property
     def num_candidates(self) -> int | None:
@@ -112,6 +115,9 @@ def distribution(values_C: Tensor, tokens_C: Tensor, how: Sampling) -> tuple[Ten
         probabilities = kept.softmax(-1)
         better = probabilities.cumsum(-1) - probabilities  # probability of all better tokens
         kept = kept[better < how.top_p]
+    if how.min_p > 0:
+        probabilities = kept.softmax(-1)
+        kept = kept[probabilities >= how.min_p * probabilities[0]]
     return kept.softmax(-1), tokens_C[: len(kept)]
 
 

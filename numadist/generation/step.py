@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.export import Dim
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from transformers.cache_utils import Cache
 
-from numadist.errors import GenerateError
+from numadist.errors import GenerateError, NumadistError
+from numadist.graph import query
 from numadist.graph.capture import CapturedModel, as_in_export
 from numadist.graph.passes import run_passes
+from numadist.graph.query import aten
 from numadist.graph.unchanged import unchanged
 from numadist.pipeline import passes
 from numadist.pipeline.stages import capture
@@ -92,6 +94,11 @@ class Step(torch.nn.Module):
                 "language models that take both"
             )
         self.cache_name = "cache" if "cache" in accepted else "past_key_values"
+        if getattr(model.config, "alibi", False):
+            raise GenerateError(
+                f"{type(model).__name__} has alibi=True: its attention adds a bias by distance, which needs the "
+                "model's own mask. numadist generates with models whose positions are rotary or learned"
+            )
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self.layers = self._recorded_layers()
 
@@ -99,8 +106,16 @@ class Step(torch.nn.Module):
         """Layers that cache, found by running two tokens through the model."""
         recorder = _Recorder()
         positions = torch.arange(2)[None]
-        with unchanged(self.model), as_in_export(), torch.no_grad():
-            self._run(torch.zeros_like(positions), positions, recorder, 2)
+        try:
+            with unchanged(self.model), as_in_export(), torch.no_grad():
+                self._run(torch.zeros_like(positions), positions, recorder, 2)
+        except NumadistError:
+            raise
+        except Exception as error:
+            raise GenerateError(
+                f"{type(self.model).__name__} fails when it is given a cache, a mask of [B, 1, T, S] and positions, as "
+                f"numadist gives them: {type(error).__name__}: {error}"
+            ) from error
         if not recorder.shapes:
             raise GenerateError(f"{type(self.model).__name__} caches no keys and values; is it a decoder?")
         return dict(sorted(recorder.shapes.items()))
@@ -175,6 +190,27 @@ def _kv_inputs(gm: GraphModule, num_layers: int) -> tuple[list[str], list[str]]:
     return names[:num_layers], names[num_layers:]
 
 
+def _refuse_chance(model: Any, gm: GraphModule) -> None:
+    """Raise GenerateError for a graph whose result depends on random numbers: every rank would draw its own."""
+    drawing = [n for n in gm.graph.nodes if _draws(n)]
+    if not drawing:
+        return
+    what = f"{type(model).__name__} draws random numbers ({drawing[0].target}) in every step"
+    if any(module.training for module in model.modules()):
+        raise GenerateError(f"{what}, as it is in training mode: call model.eval()")
+    raise GenerateError(f"{what}; numadist generates with models that compute the same on every rank")
+
+
+def _draws(node: Node) -> bool:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if node.target is aten.dropout.default:
+        return bool(node.args[1] and node.args[2])
+    if node.target is aten.scaled_dot_product_attention.default:
+        return bool(query.argument(node, 4, "dropout_p", 0.0))
+    return True
+
+
 def capture_step(model: torch.nn.Module) -> CapturedStep:
     """Export one step of `model` for any number of rows, tokens and slots.
 
@@ -196,6 +232,7 @@ def capture_step(model: torch.nn.Module) -> CapturedStep:
     in_rows, in_slots = {0: rows, 1: tokens}, [{0: rows, 2: slots}] * len(layers)
     inputs = (ids, positions, positions.clone(), empty("key_size"), empty("value_size"))
     captured = capture(step, inputs, (in_rows, in_rows, in_rows, in_slots, in_slots))
+    _refuse_chance(model, captured.gm)
     run_passes(captured.gm, passes.STEP)
     names = [name for names in _kv_inputs(captured.gm, len(layers)) for name in names]
     return CapturedStep(replace(captured, state_inputs=frozenset(names)), layers)

@@ -65,9 +65,7 @@ def shard(
     begin = time.monotonic()
     captured = capture(model, example_inputs, dynamic_shapes, train)
     if schema is None:
-        schema = build_schema(captured, dist.get_world_size(pg))
-        if dist.get_rank(pg) == 0:
-            warn_left_alone(schema)
+        schema = _planned(captured, pg)
     check_group(schema, dist.get_world_size(pg), train)
     check_alike(schema, pg)
     planned = time.monotonic()
@@ -87,6 +85,14 @@ def shard(
     mb, seconds = sharded.local_bytes / 1e6, time.monotonic() - planned
     log.info("loaded %.1f MB of weights in %.1f s, %d blocks sharded", mb, seconds, len(schema.blocks))
     return sharded
+
+
+def _planned(captured: CapturedModel, group: dist.ProcessGroup) -> Schema:
+    """Every layer that can be split over all ranks is."""
+    schema = build_schema(captured, dist.get_world_size(group))
+    if dist.get_rank(group) == 0:
+        warn_left_alone(schema)
+    return schema
 
 
 def _site(captured: CapturedModel, schema: Schema, group: dist.ProcessGroup, train: bool) -> Site:

@@ -97,13 +97,36 @@ def check_wrong_size(rank, world):
     if rank == 0:
         dist.send(torch.ones(3), 1)
     elif rank == 1:
-        with pytest.raises(CollectiveMismatch, match="rank 0 sent 12 bytes, the tensor to receive it has 16"):
+        with pytest.raises(
+            CollectiveMismatch, match="sent 12 bytes of float32, the tensor to receive it has 16 of"
+        ):
             dist.recv(torch.empty(4), 0)
     dist.barrier()
 
 
 def test_wrong_size_names_both_sides_and_spares_the_group(pool):
     pool.run(check_wrong_size)
+
+
+def check_wrong_dtype(rank, world):
+    for dtype, name in [(torch.int32, "int32"), (torch.bool, "bool"), (torch.bfloat16, "bfloat16")]:
+        n = 16 // dtype.itemsize
+        if rank == 0:
+            dist.send(torch.ones(4), 1)
+            dist.send(torch.ones(n, dtype=dtype), 1)
+        elif rank == 1:
+            x = torch.zeros(n, dtype=dtype)
+            wanted = f"rank 0 sent 16 bytes of float32, the tensor to receive it has 16 of {name}"
+            with pytest.raises(CollectiveMismatch, match=wanted):
+                dist.recv(x, 0)
+            assert not x.any(), "nothing of it is stored"
+            dist.recv(x, 0)
+            assert x.all()
+    dist.barrier()
+
+
+def test_another_dtype_of_equal_bytes_names_both_sides_and_spares_the_group(pool):
+    pool.run(check_wrong_dtype)
 
 
 def check_many_async(rank, world):

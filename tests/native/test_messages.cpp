@@ -90,6 +90,7 @@ void receive_from_anyone(int world) {
   run_ranks(world, [&](int rank, NdGroup* group) {
     NdRequest* request = nullptr;
     uint64_t bytes = 0;
+    int dtype = 0;
     int value = rank;
     if (rank != 0) {
       CHECK_EQ(nd_send_start(group, &value, sizeof value, ND_I32, 0, 5, 0, &request), 0, "send");
@@ -100,8 +101,9 @@ void receive_from_anyone(int world) {
     for (int n = 1; rank == 0 && n < world; ++n) {
       CHECK_EQ(nd_recv_start(group, &value, sizeof value, ND_I32, -1, 5, 0, &request), 0, "recv");
       CHECK_EQ(nd_message_wait(group, request, 0), 0, "recv");
-      CHECK_EQ(nd_message_source(request, &bytes), value, "the source is who sent the value");
+      CHECK_EQ(nd_message_source(request, &bytes, &dtype), value, "the source is who sent the value");
       CHECK_EQ(bytes, sizeof value, "size");
+      CHECK_EQ(dtype, ND_I32, "dtype");
       CHECK_EQ(nd_message_free(group, request), 0, "free");
       sum += value;
     }
@@ -110,16 +112,20 @@ void receive_from_anyone(int world) {
   });
 }
 
-void wrong_size_fails_the_receive_alone() {
+void wrong_size_or_dtype_fails_the_receive_alone() {
   run_ranks(2, [&](int rank, NdGroup* group) {
     char data[64] = {};
-    for (const size_t bytes : {size_t{64}, size_t{32}}) {
+    const struct {
+      size_t bytes;
+      int dtype;
+    } asked[] = {{64, ND_U8}, {32, ND_F32}, {32, ND_U8}};
+    for (const auto& [bytes, dtype] : asked) {
       NdRequest* request = nullptr;
       if (rank == 0)
         CHECK_EQ(nd_send_start(group, data, 32, ND_U8, 1, 0, 0, &request), 0, "send");
       else
-        CHECK_EQ(nd_recv_start(group, data, bytes, ND_U8, 0, 0, 0, &request), 0, "recv");
-      const int wanted = rank == 1 && bytes != 32 ? -EMSGSIZE : 0;
+        CHECK_EQ(nd_recv_start(group, data, bytes, dtype, 0, 0, 0, &request), 0, "recv");
+      const int wanted = rank == 1 && (bytes != 32 || dtype != ND_U8) ? -EMSGSIZE : 0;
       CHECK_EQ(nd_message_wait(group, request, 0), wanted, "rank %d, %zu bytes", rank, bytes);
       CHECK_EQ(nd_message_free(group, request), 0, "free");
     }
@@ -220,7 +226,7 @@ int main(int argc, char** argv) {
   const unsigned seed = static_cast<unsigned>(atoi(argv[3]));
   random_messages(world, rounds, seed);
   receive_from_anyone(world);
-  wrong_size_fails_the_receive_alone();
+  wrong_size_or_dtype_fails_the_receive_alone();
   background_send_needs_no_call();
   receive_from_a_closed_rank_is_lost();
   receive_can_be_withdrawn();

@@ -17,8 +17,9 @@ struct NdRequest {
   NdCall call;  // root: the peer, -1 any
   int tag;
   char* data;
-  uint64_t done;  // bytes moved, of a send; in a receive only the final count
-  bool started;   // a send whose head is written
+  uint64_t done;   // bytes moved, of a send; in a receive only the final count
+  int came_dtype;  // of a receive: what the sender named
+  bool started;    // a send whose head is written
   int source;
   std::atomic<int> state;  // 1: running; else the final code
 };
@@ -152,8 +153,8 @@ bool matches(const NdRequest& r, int source, int tag) {
   return (r.call.root == source || r.call.root < 0) && r.tag == tag;
 }
 
-int size_code(const NdRequest& r, const MessageHead& head) {
-  return head.bytes == r.call.bytes ? 0 : -EMSGSIZE;
+int fit_code(const NdRequest& r, const MessageHead& head) {
+  return head.bytes == r.call.bytes && head.dtype == r.call.dtype ? 0 : -EMSGSIZE;
 }
 
 NdRequest* take_receive(Mail& mail, int source, int tag) {
@@ -187,11 +188,13 @@ void end_message(Mail& mail, Incoming& in, int source) {
   in.active = false;
   if (in.request != nullptr) {
     in.request->done = in.head.bytes;
-    finish(mail, in.request, size_code(*in.request, in.head));
+    in.request->came_dtype = in.head.dtype;
+    finish(mail, in.request, fit_code(*in.request, in.head));
   } else if (NdRequest* r = take_receive(mail, source, in.head.tag)) {  // posted while the message came
     r->done = in.head.bytes;
-    if (size_code(*r, in.head) == 0 && in.head.bytes != 0) memcpy(r->data, in.parcel->data, in.head.bytes);
-    finish(mail, r, size_code(*r, in.head));
+    r->came_dtype = in.head.dtype;
+    if (fit_code(*r, in.head) == 0 && in.head.bytes != 0) memcpy(r->data, in.parcel->data, in.head.bytes);
+    finish(mail, r, fit_code(*r, in.head));
     free(in.parcel);
   } else {
     *in.last = in.parcel;
@@ -217,7 +220,7 @@ int progress_receives(NdGroup& g, Mail& mail, int peer) {
       in.position += kMessageUnit;
     }
     const size_t n = std::min<uint64_t>(in.head.bytes - in.done, end - in.position);
-    const bool fits = in.request == nullptr || size_code(*in.request, in.head) == 0;
+    const bool fits = in.request == nullptr || fit_code(*in.request, in.head) == 0;
     char* to = in.request != nullptr ? in.request->data : in.parcel->data;
     if (fits && n != 0) from_stream(c, in.position, to + in.done, n);
     in.done += n;
@@ -250,7 +253,7 @@ bool receive_kept(NdGroup& g, Mail& mail, NdRequest* r) {
     for (Parcel** at = &in.first; *at != nullptr; at = &(*at)->next) {
       Parcel* parcel = *at;
       if (!matches(*r, source, parcel->head.tag)) continue;
-      const int code = size_code(*r, parcel->head);
+      const int code = fit_code(*r, parcel->head);
       if (code == 0 && r->call.bytes != 0) memcpy(r->data, parcel->data, r->call.bytes);
       r->source = source;
       r->done = parcel->head.bytes;
@@ -309,7 +312,7 @@ int start(NdGroup* group, NdCall call, char* data, int tag, int background, NdRe
   if (g.magic != kMagic) return -ECHILD;
   if (call.root < -1 || call.root >= g.world || (call.coll == ND_SEND && call.root < 0)) return -EINVAL;
   if (const int code = g.failed.load(std::memory_order_acquire)) return code;
-  auto* r = new (std::nothrow) NdRequest{nullptr, call, tag, data, 0, false, -1, {1}};
+  auto* r = new (std::nothrow) NdRequest{nullptr, call, tag, data, 0, 0, false, -1, {1}};
   if (r == nullptr) return -ENOMEM;
   Mail& mail = *g.mail;
   const std::lock_guard<std::mutex> lock(mail.mutex);
@@ -421,8 +424,9 @@ int nd_message_poll(NdGroup* g, NdRequest* r, uint64_t timeout_ns) {
   return wait_until(*g, r, now_ns() + timeout_ns, true);
 }
 
-int nd_message_source(NdRequest* r, uint64_t* bytes) {
+int nd_message_source(NdRequest* r, uint64_t* bytes, int* dtype) {
   *bytes = r->done;
+  *dtype = r->came_dtype;
   return r->source;
 }
 
