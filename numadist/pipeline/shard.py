@@ -48,8 +48,8 @@ def shard(
     train: give the collectives their backward, and gradients to the parameters that have them in the model. Ranks draw
         the same random numbers. docs/training.md has what is supported.
     Keeps no reference to the full weights; drop yours to free them.
-    Raises: ShardError if the model cannot be captured, no group exists, the schema does not fit, or compile and train
-        are both asked for.
+    Raises: ShardError if the model cannot be captured, no group exists, the schema does not fit, or for compile and
+        train at once.
     """
     if not dist.is_initialized():
         raise ShardError(
@@ -64,8 +64,7 @@ def shard(
     assert pg is not None  # initialized
     begin = time.monotonic()
     captured = capture(model, example_inputs, dynamic_shapes, train)
-    if schema is None:
-        schema = _planned(captured, pg)
+    schema = schema or _planned(captured, pg)
     check_group(schema, dist.get_world_size(pg), train)
     check_alike(schema, pg)
     planned = time.monotonic()
@@ -82,8 +81,10 @@ def shard(
         )
     if compile:
         sharded.compile_local()
-    mb, seconds = sharded.local_bytes / 1e6, time.monotonic() - planned
-    log.info("loaded %.1f MB of weights in %.1f s, %d blocks sharded", mb, seconds, len(schema.blocks))
+    mb = sharded.local_bytes / 1e6
+    log.info(
+        "loaded %.1f MB in %.1f s, %d blocks sharded", mb, time.monotonic() - planned, len(schema.blocks)
+    )
     return sharded
 
 
