@@ -15,7 +15,7 @@ from numadist.launch.place import Placement, place
 from numadist.launch.preflight import check, preflight_warnings
 from numadist.launch.report import plan_lines, say, warn
 from numadist.launch.spawn import EXIT_CANNOT_EXECUTE, EXIT_LAUNCHER_FAILED, EXIT_NOT_FOUND
-from numadist.launch.supervise import Supervisor
+from numadist.launch.supervise import EXIT_CLOSED_OUTPUT, Supervisor
 from numadist.topology.machine import Machine
 from numadist.topology.render import render
 from numadist.topology.sysfs import read_machine
@@ -24,7 +24,9 @@ from numadist.topology.sysfs import read_machine
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `numarun`; returns the exit code."""
     try:
-        return _main(sys.argv[1:] if argv is None else argv)
+        code = _main(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         say(f"error: {error}")
         return error.exit_code
@@ -34,12 +36,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NumadistError as error:
         say(f"error: {error}")
         return EXIT_LAUNCHER_FAILED
+    except BrokenPipeError:  # the reader of --dry-run or --topology has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return EXIT_CLOSED_OUTPUT
+    except OSError as error:
+        say(f"error: {error.filename or 'numarun'}: {error.strerror}")
+        return EXIT_LAUNCHER_FAILED
 
 
 def _main(argv: Sequence[str]) -> int:
     if not sys.platform.startswith("linux"):
         raise UsageError(f"numarun needs Linux (found {os.uname().sysname})")
     options = _with_environment(parse(argv))
+    if options.version:
+        from importlib.metadata import version  # late: only this option needs it
+
+        print(f"numadist {version('numadist')}")
+        return 0
     root = options.sysfs or "/"
     machine = read_machine(root, options.allowed_cpus, options.allowed_mems)
     if options.topology:
@@ -56,6 +69,8 @@ def _main(argv: Sequence[str]) -> int:
 
         options, thread_order = with_plan(options, machine, root)
     plan = place(machine, options.request)
+    if options.ranks and max(options.ranks) >= len(plan.ranks):
+        raise UsageError(f"--ranks {max(options.ranks)}: this machine's ranks are 0-{len(plan.ranks) - 1}")
     plan = replace(plan, warnings=(*plan.warnings, *preflight_warnings(machine, plan, os.environ, root)))
     if options.dry_run and options.json:
         print(json.dumps(plan.to_dict(machine)))
@@ -142,9 +157,7 @@ def _run(options: Options, plan: Placement, command: list[str], thread_order: tu
         job = Job(job_id, options.master_addr, port or 0, error_dir, thread_order)
         return Supervisor(options, plan, job, sock).run(command, dict(os.environ))
     finally:
-        for name in os.listdir(error_dir):
-            os.unlink(f"{error_dir}/{name}")
-        os.rmdir(error_dir)
+        _remove_folder(error_dir)
 
 
 def _make_folder(asked_by: str, path: str) -> None:
@@ -154,6 +167,15 @@ def _make_folder(asked_by: str, path: str) -> None:
         raise UsageError(
             f"{asked_by}: cannot make {path!r}: {error.strerror}", EXIT_LAUNCHER_FAILED
         ) from None
+
+
+def _remove_folder(path: str) -> None:
+    try:
+        for name in os.listdir(path):
+            os.unlink(f"{path}/{name}")
+        os.rmdir(path)
+    except FileNotFoundError:  # a cleaner of temporary folders was here before
+        pass
 
 
 def _open_standard_streams() -> None:
@@ -184,7 +206,10 @@ def _command(options: Options) -> list[str]:
         os.close(os.open(name, os.O_RDONLY))
     except OSError as error:
         code = EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_CANNOT_EXECUTE
-        raise UsageError(f"cannot open {name!r}: {error.strerror}", code) from None
+        hint = ""
+        if os.path.basename(name).startswith("python") and arguments:
+            hint = f"; numarun starts Python itself: numarun {' '.join(arguments[:1])} ..."
+        raise UsageError(f"cannot open {name!r}: {error.strerror}{hint}", code) from None
     return [*python, name, *arguments]
 
 

@@ -44,7 +44,7 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": local_world_size,
         "GROUP_RANK": options.node_rank,
         "GROUP_WORLD_SIZE": options.nnodes,
-        "ROLE_NAME": "default",
+        "ROLE_NAME": options.role,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,
         "MASTER_ADDR": job.master_addr,

@@ -51,6 +51,8 @@ class Options:
     omp_bind: str = "none"
     preload: str | None = None
     plan: str | None = None
+    version: bool = False
+    role: str = "default"
     backend: str | None = None
     nnodes: int = 1
     node_rank: int = 0
@@ -106,7 +108,11 @@ def _placement_options(p: _Parser) -> None:
     p.section("ranks")
     p.option("--nproc-per-numa", metavar="K", help="ranks per NUMA node (default 1)")
     p.option("--nproc-per-socket", metavar="K", help="ranks per socket")
-    p.option("--nproc-per-node", metavar="N", help="ranks on this machine, spread evenly (torchrun's sense)")
+    p.option(
+        "--nproc-per-node",
+        metavar="N|auto",
+        help="ranks on this machine, spread evenly (torchrun's sense; auto: one per NUMA node)",
+    )
     p.option("--numa-nodes", metavar="LIST", help="use only these NUMA nodes, e.g. 0,2")
     p.option("--sockets", metavar="LIST", help="use only these sockets")
     p.option("--cpus", metavar="LISTS", help="CPUs of each rank, e.g. '0-31|32-63'")
@@ -118,6 +124,9 @@ def _placement_options(p: _Parser) -> None:
         "--cores", choices=("all", "perf"), default="all", help="perf: only the fastest cores of a hybrid CPU"
     )
     p.section("memory")
+    p.option(
+        "--numa-binding", metavar="HOW", help="accepted for torchrun users; ranks are always bound to nodes"
+    )
     p.option("--mem", choices=POLICIES, default="bind", help="memory policy of each rank (default bind)")
     p.option("--strict", flag=True, help="a refused or narrowed binding ends the run with exit code 125")
     p.section("threads")
@@ -131,6 +140,7 @@ def _run_options(p: _Parser) -> None:
     p.section("script")
     p.option("-m", "--module", flag=True, help="the script is a module name, as python -m")
     p.option("--no-python", flag=True, help="the script is a program of its own")
+    p.option("--role", metavar="NAME", default="default", help="ROLE_NAME of the ranks, as torchrun has it")
     p.option("--env", metavar="K=V", action="append", default=[], help="set a variable for all ranks")
     p.option("--preload", metavar="NAME", help="tcmalloc, jemalloc, iomp5 or a path: LD_PRELOAD of the ranks")
     p.option(
@@ -146,7 +156,11 @@ def _run_options(p: _Parser) -> None:
     p.option("--rdzv-endpoint", metavar="HOST:PORT", help="as --master-addr and --master-port")
     p.option("--rdzv-id", metavar="ID", help="accepted for torchrun users; no effect")
     p.option("--rdzv-conf", metavar="CONF", help="accepted for torchrun users; no effect")
+    p.option("--local-addr", metavar="HOST", help="accepted for torchrun users; no effect")
     p.section("stopping")
+    p.option(
+        "--monitor-interval", metavar="S", help="accepted for torchrun users; ranks are watched all the time"
+    )
     p.option("--max-restarts", metavar="N", default="0", help="restart all ranks after a failure (default 0)")
     p.option("--grace", metavar="S", default="5", help="seconds between SIGTERM and SIGKILL (default 5)")
     p.option(
@@ -162,6 +176,7 @@ def _report_options(p: _Parser) -> None:
     p.option("--quiet", flag=True, help="no placement lines before the run")
     p.option("--verbose", flag=True, help="also show the machine and each rank's environment before the run")
     p.section("instead of a run")
+    p.option("--version", flag=True, help="show numadist's version and end")
     p.option("--dry-run", flag=True, help="show the placement and end")
     p.option("--topology", flag=True, help="show the machine and end")
     p.option(
@@ -182,6 +197,7 @@ def parse(argv: Sequence[str]) -> Options:
         import difflib  # late: only a typing error needs it
 
         near = difflib.get_close_matches(unknown[0].partition("=")[0], parser.takes_value, n=1)
+        _explain_torchruns(unknown[0].partition("=")[0])
         raise UsageError(
             f"unknown option {unknown[0]}" + (f"; did you mean {near[0]}?" if near else "; see --help")
         )
@@ -195,11 +211,21 @@ def parse(argv: Sequence[str]) -> Options:
         command=tuple(command),
         **{
             name: values[name]
-            for name in ("module", "no_python", "dry_run", "topology", "check", "json", "sysfs")
+            for name in ("module", "no_python", "dry_run", "topology", "check", "json", "sysfs", "version")
         },
         **{
             name: values[name]
-            for name in ("plan", "preload", "backend", "omp_bind", "prefix", "log_dir", "quiet", "verbose")
+            for name in (
+                "plan",
+                "preload",
+                "backend",
+                "omp_bind",
+                "prefix",
+                "log_dir",
+                "quiet",
+                "verbose",
+                "role",
+            )
         },
         allowed_cpus=_number_list("--allowed-cpus", values["allowed_cpus"]),
         allowed_mems=_number_list("--allowed-mems", values["allowed_mems"]),
@@ -210,7 +236,7 @@ def parse(argv: Sequence[str]) -> Options:
         master_addr=values["master_addr"] or "127.0.0.1",
         master_port=None
         if values["master_port"] is None
-        else _integer("--master-port", values["master_port"], 0),
+        else _integer("--master-port", values["master_port"], 0, 65535),
         max_restarts=_integer("--max-restarts", values["max_restarts"], 0),
         ranks=_number_list("--ranks", values["ranks"]),
         grace_s=_seconds("--grace", values["grace"]),
@@ -246,7 +272,7 @@ def _check_rendezvous(values: dict[str, Any]) -> None:
         raise UsageError(
             "numarun has no elastic rendezvous; use --nnodes/--node-rank/--master-addr, or torchrun"
         )
-    host, _, port = (values["rdzv_endpoint"] or "").partition(":")
+    host, port = _endpoint(values["rdzv_endpoint"] or "")
     values["master_addr"] = values["master_addr"] or host or None
     values["master_port"] = values["master_port"] or port or None
     num_machines = _integer("--nnodes", values["nnodes"], 1)
@@ -259,7 +285,48 @@ def _check_rendezvous(values: dict[str, Any]) -> None:
         values["master_port"] = values["master_port"] or "29500"
 
 
+def _endpoint(text: str) -> tuple[str, str]:
+    """Host and port of `host:port`, of `[::1]:port` too, whose brackets are no part of the address."""
+    if text.startswith("["):
+        host, bracket, port = text[1:].partition("]")
+        if not bracket or (port and not port.startswith(":")):
+            raise UsageError(f"--rdzv-endpoint {text!r} is not HOST:PORT (IPv6: [::1]:29500)")
+        return host, port[1:]
+    host, _, port = text.partition(":")
+    return host, port
+
+
+# What torchrun has and numarun does otherwise -> what to type instead.
+_TORCHRUNS = {
+    "--tee": "numarun shows all output with its rank; --log-dir DIR keeps it in files too",
+    "-t": "numarun shows all output with its rank; --log-dir DIR keeps it in files too",
+    "--redirects": "--log-dir DIR writes files, --ranks 0 limits what is shown",
+    "-r": "--log-dir DIR writes files, --ranks 0 limits what is shown",
+    "--run-path": "give the script itself",
+    "--start-method": "numarun starts each rank as a new process",
+    "--logs-specs": "--log-dir DIR writes files",
+}
+
+
+def _explain_torchruns(name: str) -> None:
+    if name in _TORCHRUNS:
+        raise UsageError(f"{name} is torchrun's; {_TORCHRUNS[name]}")
+
+
+def _ranks_per_machine(text: str | None) -> str | None:
+    """--nproc-per-node, with torchrun's words: auto is one rank per NUMA node, which is the default."""
+    if text == "auto":
+        return None
+    if text in ("cpu", "gpu", "xpu"):
+        raise UsageError(
+            f"--nproc-per-node {text} is torchrun's; numarun starts one rank per NUMA node where it is left out, "
+            "or give a number"
+        )
+    return text
+
+
 def _request(values: dict[str, Any]) -> Request:
+    values["nproc_per_node"] = _ranks_per_machine(values["nproc_per_node"])
     given = [per for per in RANK_OPTIONS if values[f"nproc_per_{per}"] is not None]
     if len(given) > 1:
         first, second = (f"--nproc-per-{per}" for per in given[:2])
@@ -296,9 +363,10 @@ def _request(values: dict[str, Any]) -> Request:
     )
 
 
-def _integer(name: str, text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise UsageError(f"{name} must be an integer >= {least}, got {text!r}")
+def _integer(name: str, text: str, least: int, most: int | None = None) -> int:
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        allowed = f">= {least}" if most is None else f"from {least} to {most}"
+        raise UsageError(f"{name} must be an integer {allowed}, got {text!r}")
     return int(text)
 
 

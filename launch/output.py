@@ -2,6 +2,7 @@
 
 import os
 import selectors
+import time
 from collections import deque
 
 MAX_LINE_BYTES = 1 << 20  # a longer line is passed on in pieces
@@ -9,6 +10,7 @@ MAX_QUEUED_BYTES = 1 << 20  # above this, ranks wait for the reader as they woul
 # A pipe that poll() calls writable takes this much without blocking (POSIX PIPE_BUF).
 WRITE_BYTES = 4096
 READ_BYTES = 1 << 16
+PROMPT_S = 0.2
 
 
 class Sink:
@@ -17,6 +19,7 @@ class Sink:
     def __init__(self, fd: int):
         self.fd = fd
         self.closed = False
+        self.open_line: object = None  # who has shown the beginning of a line
         self._queue: deque[bytes] = deque()
         self.queued_bytes = 0
 
@@ -26,12 +29,16 @@ class Sink:
             self.queued_bytes += len(data)
 
     def write_some(self) -> None:
-        """Write once, at most what cannot block. A reader that is gone closes the sink."""
+        """Write once, at most what cannot block, and whole lines where they fit: such a write is not broken into.
+
+        A reader that is gone closes the sink.
+        """
         if not self._queue:
             return
         chunk = self._queue.popleft()
+        end = chunk.rfind(b"\n", 0, WRITE_BYTES) + 1 or WRITE_BYTES
         try:
-            written = os.write(self.fd, chunk[:WRITE_BYTES])
+            written = os.write(self.fd, chunk[:end])
         except BlockingIOError:
             written = 0
         except OSError:  # EPIPE: the reader is gone; EIO: the terminal is
@@ -50,7 +57,7 @@ class Sink:
 class Stream:
     """One output stream of one rank: a pipe on its side, lines for a sink and a log file on ours."""
 
-    def __init__(self, prefix: str, sink: Sink | None, log_path: str | None):
+    def __init__(self, prefix: str, sink: Sink | None, log_path: str | None, append: bool = False):
         self.read_fd, self.write_fd = os.pipe()
         os.set_blocking(self.read_fd, False)
         self.prefix = prefix.encode()
@@ -58,7 +65,10 @@ class Stream:
         self.ended = False
         self.last_line = ""
         self._partial = b""
-        self._log = open(log_path, "ab", buffering=0) if log_path else None  # noqa: SIM115 - closed in close()
+        self._since_s = 0.0
+        self._log = (
+            open(log_path, "ab" if append else "wb", buffering=0) if log_path else None  # noqa: SIM115
+        )
 
     def close_write_end(self) -> None:
         os.close(self.write_fd)
@@ -72,8 +82,9 @@ class Stream:
         if not data:
             self.ended = True
             return False
-        if self._log:
-            self._log.write(data)
+        self._write_log(data)
+        if not self._partial:
+            self._since_s = time.monotonic()
         lines = (self._partial + data).splitlines(keepends=True)
         # A line is whole at its newline; a carriage return may be the first half of one.
         whole = lines[-1].endswith(b"\n") or len(lines[-1]) > MAX_LINE_BYTES
@@ -93,6 +104,35 @@ class Stream:
         if self._log:
             self._log.close()
 
+    @property
+    def has_partial(self) -> bool:
+        return self.sink is not None and bool(self._partial)
+
+    def show_prompt(self) -> None:
+        """Pass on a line without its newline once it has stood PROMPT_S: it waits for an answer."""
+        if self.sink and self._partial and time.monotonic() - self._since_s >= PROMPT_S:
+            self.sink.put(self._begin() + self._partial)
+            self.sink.open_line = self
+            self._partial = b""
+
+    def _begin(self) -> bytes:
+        """What stands before a line: nothing if its beginning is shown already and nobody spoke since."""
+        assert self.sink is not None
+        if self.sink.open_line is self:
+            return b""
+        return (b"\n" if self.sink.open_line else b"") + self.prefix
+
+    def _write_log(self, data: bytes) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.write(data)
+        except OSError as error:
+            if self.sink:
+                self.sink.put(f"numarun: warning: {self._log.name} ends here: {error.strerror}\n".encode())
+            self._log.close()
+            self._log = None
+
     def _emit(self, lines: list[bytes]) -> None:
         """A carriage return ends a line too: progress bars of several ranks would overwrite each other."""
         texts = [line.rstrip(b"\r\n") for line in lines]
@@ -100,7 +140,22 @@ class Stream:
         if said is not None:
             self.last_line = said.decode(errors="replace").strip()
         if self.sink and texts:
-            self.sink.put(b"".join(self.prefix + text + b"\n" for text in texts))
+            first = self._begin()
+            self.sink.put(first + b"\n".join((texts[0], *(self.prefix + text for text in texts[1:]))) + b"\n")
+            self.sink.open_line = None
+
+
+def sinks() -> dict[int, Sink]:
+    """Of our stdout and stderr: one for both where they go to the same place, so that no line breaks into another."""
+    out = Sink(1)
+    return {1: out, 2: out if _same_file(1, 2) else Sink(2)}
+
+
+def _same_file(first: int, second: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(first), os.fstat(second))
+    except OSError:
+        return False
 
 
 def poll_selector() -> selectors.PollSelector:

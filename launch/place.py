@@ -95,6 +95,8 @@ def _selected(machine: Machine, request: Request) -> tuple[Core, ...]:
         cores = tuple(c for c in cores if c.package in request.sockets)
     if request.perf_cores_only:
         best = max((c.capacity for c in cores), default=0)
+        if best == min((c.capacity for c in cores), default=0):
+            raise PlacementError("--cores perf: the kernel knows no faster and slower cores on this machine")
         cores = tuple(c for c in cores if c.capacity == best)
     if not cores:
         raise PlacementError("--numa-nodes and --sockets leave no core: no core is on both")

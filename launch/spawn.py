@@ -4,6 +4,7 @@ The child binds itself before the interpreter starts, so interpreter, imports an
 already on the rank's node and no page has to be moved.
 """
 
+import errno
 import json
 import os
 import signal
@@ -122,12 +123,12 @@ def _bind(start: Start, report: Callable[..., None]) -> None:
         kept = bind_memory(placement.mem_policy, placement.mem_nodes)
     except PolicyRefused as error:
         if start.strict:
-            report(f"{error} {REFUSED_CAUSE}; {REFUSED_REMEDY}", fatal)
+            report(f"{error}{_refused_because(error)}", fatal)
         elif placement.mem_policy != "local":  # local by first touch is what remains anyway
             cause = error.__cause__.strerror if isinstance(error.__cause__, OSError) else str(error)
             report(
-                f"{cause} {REFUSED_CAUSE}; CPUs are pinned, memory will be local by first touch "
-                f"but may spill. {REFUSED_REMEDY}"
+                f"{cause}; CPUs are pinned, memory will be local by first touch but may spill"
+                f"{_refused_because(error)}"
             )
         return
     lost = set(placement.mem_nodes) - set(kept)
@@ -139,5 +140,8 @@ def _bind(start: Start, report: Callable[..., None]) -> None:
         )
 
 
-REFUSED_CAUSE = "(container without CAP_SYS_NICE or a seccomp filter)"
-REFUSED_REMEDY = "docker: --cap-add SYS_NICE; silence: --mem local"
+def _refused_because(error: PolicyRefused) -> str:
+    """What to do about it, where the cause is known: EPERM is a container's."""
+    if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EPERM:
+        return "; silence: --mem local"
+    return " (container without CAP_SYS_NICE or a seccomp filter; docker: --cap-add SYS_NICE; silence: --mem local)"

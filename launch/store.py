@@ -24,10 +24,12 @@ class StoreError(NumadistError):
 
 def listen(host: str, port: int | None, any_interface: bool) -> socket.socket:
     """A listening socket; port None lets the system choose. Raises: StoreError."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind(("0.0.0.0" if any_interface else host, port or 0))
+        anywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
+        sock.bind((anywhere if any_interface else host, port or 0))
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()

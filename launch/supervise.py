@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from numadist.launch import store
 from numadist.launch.environment import Job, error_file, rank_environment
 from numadist.launch.oom import SAMPLE_EVERY_S, OomWatch
-from numadist.launch.options import Options
-from numadist.launch.output import MAX_QUEUED_BYTES, Sink, Stream, poll_selector
+from numadist.launch.options import Options, UsageError
+from numadist.launch.output import MAX_QUEUED_BYTES, PROMPT_S, Sink, Stream, poll_selector, sinks
 from numadist.launch.place import Placement, RankPlacement
 from numadist.launch.report import Failure, environment_line, failure_summary, say, warn
+from numadist.launch.sessions import Guardian, kill_sessions
 from numadist.launch.spawn import EXIT_LAUNCHER_FAILED, SpawnError, Start, Started, await_exec, spawn
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
@@ -58,8 +59,9 @@ class Rank:
         return True
 
     def reap(self) -> None:
-        """Kill what the rank left in its process group, then let the kernel forget it."""
+        """Kill what the rank left in its session, then let the kernel forget it."""
         self.send(signal.SIGKILL)
+        kill_sessions({self.pid})
         os.waitpid(self.pid, 0)
         for stream in self.streams:
             stream.close()
@@ -70,7 +72,8 @@ class Supervisor:
 
     def __init__(self, options: Options, plan: Placement, job: Job, sock: socket.socket | None) -> None:
         self.options, self.plan, self.job, self.sock = options, plan, job, sock
-        self.sinks = {1: Sink(1), 2: Sink(2)}
+        self.sinks = sinks()
+        self.guardian = Guardian()
         self.ranks: list[Rank] = []
         self.restart = 0
         self.started_s = 0.0
@@ -90,6 +93,13 @@ class Supervisor:
     def run(self, argv: Sequence[str], environ: dict[str, str]) -> int:
         """Start, restart as often as allowed, and return numarun's exit code."""
         self._catch_signals()
+        self.guardian.start()
+        try:
+            return self._run(argv, environ)
+        finally:
+            self.guardian.stop()
+
+    def _run(self, argv: Sequence[str], environ: dict[str, str]) -> int:
         for restart in range(self.options.max_restarts + 1):
             self.restart = restart
             self.failure, self.deadline_s, self.drained = None, None, False
@@ -120,7 +130,13 @@ class Supervisor:
 
     def _catch_signals(self) -> None:
         """Handlers do nothing: the signal's number arrives on the wake-up socket, in the loop."""
-        signal.set_wakeup_fd(self.wakeup_write.fileno(), warn_on_full_buffer=False)
+        try:
+            signal.set_wakeup_fd(self.wakeup_write.fileno(), warn_on_full_buffer=False)
+        except ValueError:
+            raise UsageError(
+                "numarun runs in the main thread of a Python process, which alone gets signals; from another thread "
+                "start it as a process: subprocess.run(['numarun', ...])"
+            ) from None
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in self.options.signals:
             # A signal our parent ignores (nohup, a background job) stays ignored, for the ranks too.
@@ -147,6 +163,7 @@ class Supervisor:
             start = Start(placement, argv, environment, self.options.request.strict, stdin, *outputs)
             rank = Rank(self._number(placement), placement, spawn(start), streams)
             self.ranks.append(rank)
+            self.guardian.watch(rank.pid)
             for stream in streams:
                 stream.close_write_end()
                 self.selector.register(stream.read_fd, selectors.EVENT_READ, stream)
@@ -172,6 +189,7 @@ class Supervisor:
                 f"[r{number}] " if prefixed else "",
                 self.sinks[fd] if shown else None,
                 f"{options.log_dir}/r{number}.{name}" if options.log_dir else None,
+                append=self.restart > 0,
             )
             for fd, name in ((1, "out"), (2, "err"))
         ]
@@ -187,6 +205,8 @@ class Supervisor:
                     key.data.write_some()
                 else:
                     key.data()
+            for stream in self._prompting():
+                stream.show_prompt()
             if self.sinks[1].closed and self.deadline_s is None:
                 self._stop(signal.SIGTERM)
             if self.deadline_s is not None and time.monotonic() >= self.deadline_s:
@@ -195,12 +215,18 @@ class Supervisor:
                 self._drain()
 
     def _timeout_s(self) -> float:
-        """Until the deadline or the next look at free memory, whichever comes first."""
+        """Until the deadline, the next look at free memory or at a line without an end, whichever comes first."""
         now = time.monotonic()
+        if any(stream.has_partial for stream in self._prompting()):
+            return PROMPT_S
         if now >= self.next_sample_s:
             self.oom.sample()
             self.next_sample_s = now + SAMPLE_EVERY_S
         return max(0.0, min(self.deadline_s or self.next_sample_s, self.next_sample_s) - now)
+
+    def _prompting(self) -> list[Stream]:
+        """Streams of the rank that has our stdin and may wait for an answer."""
+        return [stream for rank in self.ranks if rank.placement.rank == 0 for stream in rank.streams]
 
     def _watch_sinks(self) -> None:
         """Wait for room only where something is queued; let ranks wait while a reader is slow."""
@@ -247,7 +273,7 @@ class Supervisor:
         if self.store_pid is not None and os.waitpid(self.store_pid, os.WNOHANG)[0]:
             self.store_pid = None
             raise SpawnError(
-                "the rendezvous store ended (its error stands above); numarun's own Python needs torch",
+                "the rendezvous store ended; numarun's own Python needs torch",
                 EXIT_LAUNCHER_FAILED,
             )
 
@@ -302,6 +328,7 @@ class Supervisor:
             self._send(number)
         for rank in self.ranks:
             rank.reap()
+            self.guardian.forget(rank.pid)
         if self.store_pid is not None:
             os.kill(self.store_pid, signal.SIGKILL)
             os.waitpid(self.store_pid, 0)

@@ -6,8 +6,9 @@ the sibling lists and the online masks. One CPU per core is read, so 256 CPUs co
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from numadist.errors import TopologyError
 from numadist.topology.cpuset import format_list, parse_list, parse_map
@@ -15,6 +16,7 @@ from numadist.topology.machine import Core, Machine, Node, Package, logical_orde
 
 CPU = "sys/devices/system/cpu"
 NODE = "sys/devices/system/node"
+T = TypeVar("T")
 
 
 def read_machine(
@@ -63,7 +65,7 @@ def read_machine(
 def read_text(path: Path) -> str | None:
     """The stripped text of a file; None when the kernel does not offer it."""
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip("\0 \t\r\n")
     except OSError:
         return None
 
@@ -72,9 +74,17 @@ def read_set(path: Path, list_name: str, map_name: str) -> tuple[int, ...] | Non
     """A CPU set from its list file, else from its bit map (old kernels write only the map)."""
     text = read_text(path / list_name)
     if text is not None:
-        return parse_list(text)
+        return _parsed(path / list_name, text, parse_list)
     text = read_text(path / map_name)
-    return None if text is None else parse_map(text)
+    return None if text is None else _parsed(path / map_name, text, parse_map)
+
+
+def _parsed(path: Path, text: str, parse: Callable[[str], T]) -> T:
+    """Raises: TopologyError that names the file."""
+    try:
+        return parse(text)
+    except (TopologyError, ValueError) as error:
+        raise TopologyError(f"{path}: {error}") from None
 
 
 def _present(folder: Path, prefix: str) -> tuple[int, ...]:
@@ -87,7 +97,8 @@ def _present(folder: Path, prefix: str) -> tuple[int, ...]:
 def _online_cpus(root: Path, present: tuple[int, ...]) -> tuple[int, ...]:
     text = read_text(root / CPU / "online")
     if text is not None:
-        return tuple(c for c in parse_list(text) if c in set(present))
+        online = _parsed(root / CPU / "online", text, parse_list)
+        return tuple(c for c in online if c in set(present))
     # No mask: a CPU is offline if its own file says so. CPU 0 often has no such file and is online.
     return tuple(c for c in present if read_text(root / CPU / f"cpu{c}" / "online") != "0")
 
@@ -95,7 +106,9 @@ def _online_cpus(root: Path, present: tuple[int, ...]) -> tuple[int, ...]:
 def _online_nodes(root: Path) -> tuple[int, ...]:
     present = _present(root / NODE, "node")
     text = read_text(root / NODE / "online")
-    return present if text is None else tuple(n for n in parse_list(text) if n in set(present))
+    if text is None:
+        return present
+    return tuple(n for n in _parsed(root / NODE / "online", text, parse_list) if n in set(present))
 
 
 def _live_mems() -> tuple[int, ...] | None:
@@ -131,12 +144,16 @@ def _read_nodes(
     return tuple(nodes), notes
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split()]
+
+
 def _distances(root: Path, folder: Path, node_ids: tuple[int, ...]) -> dict[int, int] | None:
     """Node -> distance. One column belongs to each online node, in order of number."""
-    row = [int(word) for word in (read_text(folder / "distance") or "").split()]
+    row = _parsed(folder / "distance", read_text(folder / "distance") or "", _numbers)
     columns = node_ids
     if len(row) != len(columns):
-        columns = parse_list(read_text(root / NODE / "possible") or "")
+        columns = _parsed(root / NODE / "possible", read_text(root / NODE / "possible") or "", parse_list)
     if len(row) != len(columns):
         return None if row else {}
     return {n: d for n, d in zip(columns, row, strict=True) if n in node_ids}
@@ -184,7 +201,8 @@ def _read_cores(
             or read_set(topology, "core_siblings_list", "core_siblings")
             or tuple(usable)
         )
-        package_id = int(read_text(topology / "physical_package_id") or -1)
+        package = topology / "physical_package_id"
+        package_id = _parsed(package, read_text(package) or "-1", int)
         found.append((core_cpus, package_cpus, package_id))
     ids = _package_ids([(cpus, package_id) for _, cpus, package_id in found])
     capacities = _capacities(root, [cpus[0] for cpus, *_ in found])
@@ -208,14 +226,19 @@ def _package_ids(seen: list[tuple[tuple[int, ...], int]]) -> dict[tuple[int, ...
 
 
 def _capacities(root: Path, cpus: list[int]) -> dict[int, int]:
-    """Relative speed of CPUs: the kernel's cpu_capacity (ARM), else Intel's hybrid core lists, else 0."""
-    atoms = read_text(root / "sys/devices/cpu_atom/cpus")
-    if atoms is not None:
-        slow = set(parse_list(atoms))
+    """Relative speed of CPUs: Intel's list of slow cores, the kernel's cpu_capacity (ARM), the base clock, else 0."""
+    atoms = root / "sys/devices/cpu_atom/cpus"
+    listed = read_text(atoms)
+    if listed is not None:
+        slow = set(_parsed(atoms, listed, parse_list))
         return {c: 1 if c in slow else 2 for c in cpus}
-    if read_text(root / CPU / f"cpu{cpus[0]}" / "cpu_capacity") is None:
-        return dict.fromkeys(cpus, 0)
-    return {c: int(read_text(root / CPU / f"cpu{c}" / "cpu_capacity") or 0) for c in cpus}
+    for name in ("cpu_capacity", "cpufreq/base_frequency"):
+        paths = {c: root / CPU / f"cpu{c}" / name for c in cpus}
+        if read_text(paths[cpus[0]]) is not None:
+            found = {c: _parsed(path, read_text(path) or "0", int) for c, path in paths.items()}
+            # One clock for all says nothing that machines without the file do not say.
+            return found if name == "cpu_capacity" or len(set(found.values())) > 1 else dict.fromkeys(cpus, 0)
+    return dict.fromkeys(cpus, 0)
 
 
 def _cpu_quota(root: Path) -> float | None:
