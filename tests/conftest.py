@@ -1,6 +1,7 @@
 """Every machine looks alike to the tests; and in CI a skip that an installation would mend fails the run."""
 
 import os
+import tempfile
 
 import pytest
 
@@ -15,6 +16,11 @@ def pytest_configure():
     cores = [core for core in read_machine().cores if core.node is not None][:2]
     if len(cores) == 2:
         os.sched_setaffinity(0, {core.cpus[0] for core in cores})
+    # Inductor's cache does not ask for which instruction set its loops were made: 16 elements a step, of which AVX2
+    # then computes 8. So each limit of torch's has a cache of its own.
+    isa = os.environ.get("ATEN_CPU_CAPABILITY", "all")
+    cache = os.path.join(tempfile.gettempdir(), f"numadist-tests-{os.getuid()}-{isa}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
 
 
 def expected(report: pytest.TestReport) -> bool:

@@ -136,6 +136,7 @@ def check_sequence_parallel_compiled(rank, world):
             assert error < 1e-5, f"rank {rank} of {world}: {error}"
 
 
+@pytest.mark.slow
 def test_sequence_parallel_compiled(numa_pair):
     numa_pair.run(check_sequence_parallel_compiled)
 

@@ -24,7 +24,7 @@ print(
     json.dumps(
         {
             "error": error,
-            "cpus": split._team.run(lambda i: sorted(os.sched_getaffinity(0))),
+            "cpus": split._groups.run(lambda i: sorted(os.sched_getaffinity(0))),
             "shapes": [list(dict(g.named_parameters())["0.weight"].shape) for g in split.local],
             "pages": [{n: numadist.page_nodes(p) for n, p in g.named_parameters()} for g in split.local],
             "patched_clone": [numadist.page_nodes(torch.ones(300_000).clone(numa_node=n)) for n in (0, 1)],

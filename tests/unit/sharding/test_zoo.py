@@ -13,8 +13,12 @@ pytest.importorskip("transformers", reason="needs the extra `models`")
 from zoo import ZOO, main_output, make
 
 MAX_ERROR = 1e-5  # of the output's scale, fp32
-QUICK = ("gpt2", "llama")  # what `make test` runs of them where every model is run several times
 MAX_BF16_RATIO = 1.5  # error against the fp32 truth, of the unsharded bf16 model's
+
+
+def quick_ones(names):
+    """All names; those that `make test` leaves out where it runs every model in another way are slow."""
+    return [pytest.param(n, marks=[] if n in ("gpt2", "llama") else pytest.mark.slow) for n in names]
 
 
 def compare(name, model, truth, inputs, graphs, board):
@@ -53,9 +57,7 @@ def test_fp32_fixed_shapes(name, num_ranks):
         assert local_fraction(graphs, model) < 1
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ZOO if ZOO[n].dynamic]
-)
+@pytest.mark.parametrize("name", quick_ones(n for n in ZOO if ZOO[n].dynamic))
 def test_dynamic_batch_and_sequence(name):
     entry, model = ZOO[name], make(name)
     _, graphs, board = shard_all(model, entry.inputs(), 2, entry.dynamic)
@@ -64,7 +66,7 @@ def test_dynamic_batch_and_sequence(name):
         assert ours < MAX_ERROR, f"{name}: error {ours:.1e} of the output's scale"
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", quick_ones(ZOO))
 def test_bf16_is_no_further_from_fp32_than_the_unsharded_model(name):
     entry = ZOO[name]
     inputs = entry.inputs()
