@@ -51,17 +51,11 @@ def shard(
     Raises: ShardError if the model cannot be captured, no group exists, the schema does not fit, or for compile and
         train at once.
     """
-    if not dist.is_initialized():
-        raise ShardError(
-            "numadist.shard needs a process group: call torch.distributed.init_process_group('numa') first, "
-            "and start the script with numarun"
-        )
     if compile and train:
         raise ShardError(
             "compile=True packs weights for inference, train=True changes them: choose one of the two"
         )
-    pg = group if group is not None else dist.group.WORLD
-    assert pg is not None  # initialized
+    pg = _group(group)
     begin = time.monotonic()
     captured = capture(model, example_inputs, dynamic_shapes, train)
     schema = schema or _planned(captured, pg)
@@ -86,6 +80,17 @@ def shard(
         "loaded %.1f MB in %.1f s, %d blocks sharded", mb, time.monotonic() - planned, len(schema.blocks)
     )
     return sharded
+
+
+def _group(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise ShardError(
+            "numadist.shard needs a process group: call torch.distributed.init_process_group('numa') first, "
+            "and start the script with numarun"
+        )
+    group = given if given is not None else dist.group.WORLD
+    assert group is not None  # initialized
+    return group
 
 
 def _planned(captured: CapturedModel, group: dist.ProcessGroup) -> Schema:

@@ -143,9 +143,12 @@ def test_sequence_parallel_compiled(numa_pair):
 
 def check_sequence_parallel_refused(rank, world):
     import numadist
+    from numadist import models
 
-    model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    model = models.build("gpt2-tiny")
+    x = {"input_ids": torch.ones(2, 8, dtype=torch.int64), "use_cache": False}
     schema = numadist.plan(model, x, sequence_parallel=True)
+    assert schema.sequence
     with pytest.raises(
         numadist.ShardError, match=r"sequence parallelism, which numadist\.shard has for inference"
     ):
