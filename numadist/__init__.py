@@ -20,6 +20,7 @@ from numadist.errors import (
     PlacementError,
     PlanError,
     ShardError,
+    TokenIdError,
     TopologyError,
 )
 
@@ -123,6 +124,7 @@ __all__ = [
     "Schema",
     "ShardError",
     "ShardedModel",
+    "TokenIdError",
     "TopologyError",
     "UnshardedProcess",
     "__version__",

@@ -76,7 +76,7 @@ def overloaded(method: Callable[..., Work]) -> Callable[..., Work]:
         tensors, rest = args[:num_tensors], args[num_tensors:]
         if lists and any(isinstance(t, Tensor) for t in tensors):
             tensors = tuple([t] for t in tensors)
-        if rest and not (len(rest) == 1 and (rest[0] is None or isinstance(rest[0], options))):
+        if rest and not (len(rest) == 1 and (rest[0] is None or hasattr(rest[0], "asyncOp"))):
             rest = (_options(options, dict(zip(fields, rest, strict=False))),)
         return method(self, *tensors, *rest)
 
