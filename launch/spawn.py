@@ -122,13 +122,13 @@ def _bind(start: Start, report: Callable[..., None]) -> None:
     try:
         kept = bind_memory(placement.mem_policy, placement.mem_nodes)
     except PolicyRefused as error:
+        why, remedy = _cause_and_remedy(error)
         if start.strict:
-            report(f"{error}{_refused_because(error)}", fatal)
+            report(f"{error}{why}; {remedy}", fatal)
         elif placement.mem_policy != "local":  # local by first touch is what remains anyway
             cause = error.__cause__.strerror if isinstance(error.__cause__, OSError) else str(error)
             report(
-                f"{cause}; CPUs are pinned, memory will be local by first touch but may spill"
-                f"{_refused_because(error)}"
+                f"{cause}{why}; CPUs are pinned, memory will be local by first touch but may spill. {remedy}"
             )
         return
     lost = set(placement.mem_nodes) - set(kept)
@@ -140,8 +140,14 @@ def _bind(start: Start, report: Callable[..., None]) -> None:
         )
 
 
-def _refused_because(error: PolicyRefused) -> str:
-    """What to do about it, where the cause is known: EPERM is a container's."""
-    if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EPERM:
-        return "; silence: --mem local"
-    return " (container without CAP_SYS_NICE or a seccomp filter; docker: --cap-add SYS_NICE; silence: --mem local)"
+def _cause_and_remedy(error: PolicyRefused) -> tuple[str, str]:
+    """The cause only where it is known: EPERM is a container's."""
+    if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EPERM:
+        return (
+            " (container without CAP_SYS_NICE or a seccomp filter)",
+            f"docker: --cap-add SYS_NICE; {SILENCE}",
+        )
+    return "", SILENCE
+
+
+SILENCE = "silence: --mem local"

@@ -270,11 +270,15 @@ class Supervisor:
             # Of several found at once, one killed by a signal is the cause and the others noticed it.
             self.failure = self._describe(min(failed, key=lambda rank: (rank.status or 0) > 0))
             self._stop(signal.SIGTERM)
-        if self.store_pid is not None and os.waitpid(self.store_pid, os.WNOHANG)[0]:
+        if self.store_pid is None:
+            return
+        ended, status = os.waitpid(self.store_pid, os.WNOHANG)
+        if ended:
             self.store_pid = None
+            code = os.waitstatus_to_exitcode(status)
+            how = "its error stands above" if code > 0 else f"killed by signal {-code}"
             raise SpawnError(
-                "the rendezvous store ended; numarun's own Python needs torch",
-                EXIT_LAUNCHER_FAILED,
+                f"the rendezvous store ended ({how}); numarun's own Python needs torch", EXIT_LAUNCHER_FAILED
             )
 
     def _describe(self, rank: Rank) -> Failure:
