@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_CLOSED_OUTPUT
     except OSError as error:
-        say(f"error: {error.filename or 'numarun'}: {error.strerror}")
+        say(f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error.strerror}")
         return EXIT_LAUNCHER_FAILED
 
 
