@@ -173,7 +173,9 @@ def _room(cores: Sequence[Core], request: Request) -> int:
 def _check_room(cores: Sequence[Core], request: Request, where: str) -> None:
     have, count = _room(cores, request), request.count
     if count > have:
-        unit, hint = ("threads", "") if request.smt else ("cores", " (use --smt to count threads)")
+        unit = "threads" if request.smt else "cores"
+        more = not request.smt and sum(len(core.cpus) for core in cores) >= count
+        hint = " (use --smt to count threads)" if more else ""
         raise PlacementError(
             f"{request.option} {count} needs {count} {unit} on {where}, which has {have} allowed {unit}{hint}"
         )
@@ -300,8 +302,11 @@ def _within_quota(
         return ranks
     shares = [max(1, len(share)) for share in _chunks(range(int(quota)), len(ranks))]
     cut = tuple(replace(r, threads=min(r.threads, share)) for r, share in zip(ranks, shares, strict=True))
-    warnings.append(
-        f"cgroup CPU quota is {quota:.1f} cores but ranks would run {total} threads; "
-        f"using {sum(r.threads for r in cut)} (--omp-threads to override)"
-    )
+    now = sum(r.threads for r in cut)
+    what = f"using {now} (--omp-threads to override)" if now < total else ""
+    if now > quota:
+        what = (
+            f"{what}; " if what else ""
+        ) + f"{len(ranks)} ranks need one each, so the kernel will throttle them"
+    warnings.append(f"cgroup CPU quota is {quota:.1f} cores but ranks would run {total} threads; {what}")
     return cut

@@ -61,12 +61,12 @@ def test_two_rank_options(error):
 
 
 def test_too_many_ranks(error):
-    allowed = ["--allowed-cpus", "0-9,10-19", "--sockets", "1"]
-    wanted = (
-        "--nproc-per-socket 16 needs 16 cores on socket 1, which has 10 allowed cores "
-        "(use --smt to count threads)"
-    )
-    assert error("--nproc-per-socket", "16", *allowed, **SOCKETS) == (2, wanted)
+    wanted = "--nproc-per-socket 16 needs 16 cores on socket 1, which has 10 allowed cores"
+    hint = " (use --smt to count threads)"
+    options = ["--nproc-per-socket", "16", "--sockets", "1"]
+    assert error(*options, **SOCKETS) == (2, wanted + hint)
+    # The cores' second threads are not allowed: counting threads would not help.
+    assert error(*options, "--allowed-cpus", "0-19", **SOCKETS) == (2, wanted)
 
 
 def test_too_many_ranks_even_for_threads(error):

@@ -264,3 +264,47 @@ def test_a_cpuset_without_a_usable_memory_node_is_an_error_unless_memory_is_left
     wanted = "numarun: error: rank 0: no memory node is usable; allowed memory nodes are 9; use --mem none\n"
     assert refused(capsys, root, "--allowed-mems", "9") == wanted
     assert main(["--dry-run", "--json", "--sysfs", str(root), "--allowed-mems", "9", "--mem", "none"]) == 0
+
+
+def test_hybrid_is_told_by_the_base_clock(dry_run):
+    clocks = {
+        f"sys/devices/system/cpu/cpu{c}/cpufreq/base_frequency": "3000000" if c < 2 else "1800000"
+        for c in range(4)
+    }
+    plan = dry_run(
+        "--cores", "perf", cores=single_threads(4), packages=[range(4)], nodes={0: range(4)}, files=clocks
+    )
+    assert plan["ranks"][0]["cpus"] == [0, 1]
+
+
+@pytest.mark.parametrize("clock", [None, "2000000"])
+def test_perf_cores_of_a_machine_that_knows_none_are_an_error(tmp_path, capsys, clock):
+    files = {f"sys/devices/system/cpu/cpu{c}/cpufreq/base_frequency": clock for c in range(4) if clock}
+    root = write_machine(
+        tmp_path, cores=single_threads(4), packages=[range(4)], nodes={0: range(4)}, files=files
+    )
+    assert main(["--dry-run", "--cores", "perf", "--sysfs", str(root)]) == 2
+    assert "no faster and slower cores" in capsys.readouterr().err
+
+
+BAD = {
+    "sys/devices/system/cpu/online": "0-x",
+    "sys/devices/system/node/online": "zero",
+    "sys/devices/system/node/node0/cpulist": "0-3,,9",
+    "sys/devices/system/node/node0/distance": "ten",
+    "sys/devices/system/cpu/cpu0/cpu_capacity": "fast",
+}
+
+
+@pytest.mark.parametrize("path", BAD)
+def test_a_bad_line_names_its_file(tmp_path, capsys, path):
+    machine = {"cores": single_threads(4), "packages": [range(4)], "nodes": {0: range(4)}}
+    root = write_machine(tmp_path, **machine, files={path: BAD[path]})
+    assert main(["--dry-run", "--sysfs", str(root)]) == 2
+    assert str(root / path) in capsys.readouterr().err
+
+
+def test_nul_bytes_at_the_end_of_a_file_are_no_part_of_it(dry_run):
+    files = {"sys/devices/system/cpu/online": "0-3\n\0\0"}
+    plan = dry_run(cores=single_threads(4), packages=[range(4)], nodes={0: range(4)}, files=files)
+    assert plan["ranks"][0]["cpus"] == [0, 1, 2, 3]
