@@ -246,10 +246,15 @@ lib = _load()
 _ERRNO_NAMES = {**errno.errorcode, errno.EOPNOTSUPP: "EOPNOTSUPP"}
 
 
+def errno_name(number: int) -> str:
+    """The manual's name of an error number, or the number."""
+    return _ERRNO_NAMES.get(number, str(number))
+
+
 def check(code: int, what: str) -> None:
     """Raise NativeError for a negative errno, named as in nd_core.h; `what` says what was asked."""
     if code < 0:
-        raise NativeError(f"{what}: {_ERRNO_NAMES.get(-code, code)} ({os.strerror(-code)})")
+        raise NativeError(f"{what}: {errno_name(-code)} ({os.strerror(-code)})")
 
 
 def pointers(addresses: Iterable[int]) -> ctypes.Array:

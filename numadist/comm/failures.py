@@ -79,6 +79,4 @@ def error_of(handle: int, code: int, name: str, rank: int, world: int, timeout_s
         )
     if code == -errno.ECANCELED:
         return CommError(f"rank {rank}: group {name!r} was aborted by rank {report.reporter}.")
-    return CommError(
-        f"rank {rank}: group {name!r}: {errno.errorcode.get(-code, code)} ({os.strerror(-code)})"
-    )
+    return CommError(f"rank {rank}: group {name!r}: {_native.errno_name(-code)} ({os.strerror(-code)})")

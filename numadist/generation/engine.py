@@ -52,6 +52,7 @@ class Request:
 
     @property
     def done(self) -> bool:
+        """It has a finish_reason: no token will be added."""
         return bool(self.finish_reason)
 
 
@@ -77,10 +78,12 @@ class Engine:
 
     @property
     def rows_in_use(self) -> int:
+        """Rows of the KV cache that requests occupy now."""
         return len(self.decoding) + (self.reading is not None)
 
     @property
     def idle(self) -> bool:
+        """Nothing waits and nothing runs."""
         return not self.waiting and not self.rows_in_use
 
     def submit(self, request: Request) -> None:
@@ -104,6 +107,7 @@ class Engine:
             self._free(self.decoding.index(request))
 
     def cancel_all(self, reason: str = "cancelled") -> None:
+        """Cancel every request, waiting or running; `reason` becomes their finish_reason."""
         for request in [*self.waiting, *self.decoding, *([self.reading] if self.reading else [])]:
             self.cancel(request, reason)
 

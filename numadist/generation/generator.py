@@ -122,10 +122,12 @@ class Generator:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks that generate together."""
         return self.peers.num_ranks
 
     @property
     def schema(self) -> Schema:
+        """The decisions by which the model is split."""
         return self.runner.schema
 
     @property

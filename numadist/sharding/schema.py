@@ -121,6 +121,7 @@ class Schema:
         return {name: shard for block in self.blocks for name, shard in block.params.items()}
 
     def partial_params(self) -> set[str]:
+        """Biases of row-parallel layers: rank 0 adds them, to a sum that is complete only after the all-reduce."""
         return {name for block in self.blocks for name in block.partial_params}
 
     def partial_values(self) -> set[str]:
@@ -129,6 +130,7 @@ class Schema:
         return sinks | {name for block in self.blocks for name in block.lookups}
 
     def to_json(self) -> str:
+        """The decisions as text, the same on every rank that planned the same graph."""
         data = {
             "numadist_schema": VERSION,
             "num_ranks": self.num_ranks,
@@ -163,10 +165,12 @@ class Schema:
             raise ShardError(f"damaged numadist schema: {type(e).__name__}: {e}") from None
 
     def save(self, path: str | Path) -> None:
+        """Write to_json() to a file."""
         Path(path).write_text(self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> "Schema":
+        """What save() has written, perhaps edited. Raises: ShardError as from_json; OSError."""
         return cls.from_json(Path(path).read_text())
 
 
