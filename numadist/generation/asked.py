@@ -14,16 +14,16 @@ from numadist.generation.options import Options, decide
 
 @dataclass(frozen=True)
 class Asked:
-    """widths: tokens of every prompt as Hugging Face counts them, padding included."""
+    """prompts: without padding. given: the same with it, as Hugging Face counts tokens and penalizes them."""
 
     prompts: list[list[int]]
-    widths: list[int]
+    given: list[list[int]]
     options: Options
 
     @property
     def longest(self) -> int:
         """Tokens of the longest row there may be, padding left out."""
-        new = [self.options.max_new_tokens(width) for width in self.widths]
+        new = [self.options.max_new_tokens(len(given)) for given in self.given]
         return max(len(prompt) + n for prompt, n in zip(self.prompts, new, strict=True))
 
     def requests(self, on_token: Callable[[int, int], None] | None, deadline: float | None) -> list[Request]:
@@ -32,7 +32,7 @@ class Asked:
     def _request(
         self, row: int, on_token: Callable[[int, int], None] | None, deadline: float | None
     ) -> Request:
-        options, width = self.options, self.widths[row]
+        options, given = self.options, self.given[row]
         stops = options.stops
 
         def stopped(tokens: list[int]) -> bool:
@@ -44,10 +44,10 @@ class Asked:
 
         return Request(
             self.prompts[row],
-            options.max_new_tokens(width),
+            options.max_new_tokens(len(given)),
             options.sampling,
             frozenset(options.eos_token_ids),
-            rules=options.rules(width),
+            rules=options.rules(given),
             stops=None if stops is None else stopped,
             on_token=None if on_token is None else tell,
             deadline=deadline,
@@ -67,8 +67,7 @@ def read(
     limit = getattr(config, "max_position_embeddings", None)
     options = decide(fields, generation_config, defaults, tokenizer, limit)
     prompts = _prompts(input_ids, attention_mask, options)
-    padded = isinstance(input_ids, Tensor)
-    return Asked(prompts, [input_ids.shape[1] if padded else len(p) for p in prompts], options)  # type: ignore[union-attr]
+    return Asked(prompts, input_ids.tolist() if isinstance(input_ids, Tensor) else prompts, options)
 
 
 def _prompts(

@@ -27,13 +27,17 @@ class Edit:
 
 @dataclass(frozen=True)
 class Rules:
-    """What changes one request's logits, by Hugging Face's names; min_new_tokens bans eos until then."""
+    """What changes one request's logits, by Hugging Face's names; min_new_tokens bans eos until then.
+
+    given: tokens that count as said before, of the prompt with its padding: Hugging Face penalizes pads too.
+    """
 
     repetition_penalty: float = 1.0
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.repetition_penalty > 0:
@@ -47,7 +51,7 @@ class Rules:
         if len(tokens) < self.min_new_tokens:
             banned += self.eos_token_ids
         if self.repetition_penalty != 1.0:
-            return Edit(self.repetition_penalty, sorted({*prompt, *tokens}), banned)
+            return Edit(self.repetition_penalty, sorted({*self.given, *prompt, *tokens}), banned)
         return Edit(banned=banned) if banned else None
 
 

@@ -4,7 +4,7 @@ Arguments win over the `generation_config` of the call, that one over the model'
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,17 +99,18 @@ class Options:
             return DEFAULT_NEW_TOKENS
         return min(DEFAULT_NEW_TOKENS, max(1, self.position_limit - width))
 
-    def rules(self, width: int) -> Rules | None:
-        """What changes the logits of a row; None: nothing does."""
+    def rules(self, given: Sequence[int]) -> Rules | None:
+        """What changes the logits of a row whose prompt, padding included, is given; None: nothing does."""
         least = self.lengths["min_new_tokens"]
         if least is None:
-            least = max(0, (self.lengths["min_length"] or 0) - width)
+            least = max(0, (self.lengths["min_length"] or 0) - len(given))
         rules = Rules(
             self.repetition_penalty,
             self.suppress_tokens,
             self.begin_suppress_tokens,
             least if self.eos_token_ids else 0,
             self.eos_token_ids if least else (),
+            tuple(sorted(set(given))) if self.repetition_penalty != 1.0 else (),
         )
         return None if rules == Rules() else rules
 

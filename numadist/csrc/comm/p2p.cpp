@@ -257,6 +257,7 @@ bool receive_kept(NdGroup& g, Mail& mail, NdRequest* r) {
       if (code == 0 && r->call.bytes != 0) memcpy(r->data, parcel->data, r->call.bytes);
       r->source = source;
       r->done = parcel->head.bytes;
+      r->came_dtype = parcel->head.dtype;
       *at = parcel->next;
       if (in.last == &parcel->next) in.last = at;
       free(parcel);
