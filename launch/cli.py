@@ -97,7 +97,7 @@ def _thread_order(machine: Machine) -> tuple[int, ...]:
 
 def _check(machine: Machine, options: Options) -> int:
     """Print the findings; 1 when there is a problem."""
-    findings = check(machine, len(place(machine, options.request).ranks), os.environ)
+    findings = check(machine, place(machine, options.request), os.environ)
     if options.json:
         print(json.dumps([asdict(f) for f in findings], indent=2))
     else:

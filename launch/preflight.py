@@ -31,23 +31,21 @@ def preflight_warnings(
     machine: Machine, plan: Placement, environ: Mapping[str, str], root: str = "/"
 ) -> list[str]:
     """One sentence a problem, with its remedy; the run goes on."""
-    # Since Linux 5.12 memory under a BIND policy is balanced only on request.
-    unbound = any(r.mem_policy != "bind" for r in plan.ranks)
     findings = [
-        *([numa_balancing(machine, root)] if unbound else []),
+        numa_balancing(machine, root, _all_bound(plan)),
         shared_memory(len(plan.ranks), root),
         openmp_variables(environ),
     ]
     return [f.problem for f in findings if f.problem]
 
 
-def check(machine: Machine, num_ranks: int, environ: Mapping[str, str], root: str = "/") -> list[Finding]:
-    """Everything numarun knows to look at on this machine."""
+def check(machine: Machine, plan: Placement, environ: Mapping[str, str], root: str = "/") -> list[Finding]:
+    """Everything numarun knows to look at on this machine, for a run placed so."""
     return [
         memory_policy(),
         memory_nodes(machine),
-        numa_balancing(machine, root),
-        shared_memory(num_ranks, root),
+        numa_balancing(machine, root, _all_bound(plan)),
+        shared_memory(len(plan.ranks), root),
         governor(machine, root),
         huge_pages(root),
         cpu_quota(machine),
@@ -86,10 +84,17 @@ def memory_nodes(machine: Machine) -> Finding:
     return Finding("memory nodes", f"allowed {format_list(machine.allowed_mems)}")
 
 
-def numa_balancing(machine: Machine, root: str = "/") -> Finding:
+def _all_bound(plan: Placement) -> bool:
+    return all(r.mem_policy == "bind" for r in plan.ranks)
+
+
+def numa_balancing(machine: Machine, root: str = "/", bound: bool = False) -> Finding:
+    """bound: all ranks' memory is under a BIND policy, which since Linux 5.12 is balanced only on request."""
     value = read_text(Path(root) / "proc/sys/kernel/numa_balancing")
-    if value in (None, "0") or len(machine.nodes) < 2:
-        return Finding("NUMA balancing", "off" if value in (None, "0") else "on, without effect on one node")
+    if value in (None, "0"):
+        return Finding("NUMA balancing", "off")
+    if len(machine.nodes) < 2 or bound:
+        return Finding("NUMA balancing", f"on, without effect on {'bound memory' if bound else 'one node'}")
     return Finding(
         "NUMA balancing",
         "on",

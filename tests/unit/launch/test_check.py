@@ -6,13 +6,16 @@ import pytest
 from handmade import write_machine
 
 from numadist.launch.cli import main
+from numadist.launch.place import Request, place
 from numadist.launch.preflight import (
+    check,
     cpu_quota,
     governor,
     huge_pages,
     memory_nodes,
     numa_balancing,
     openmp_variables,
+    preflight_warnings,
     shared_memory,
 )
 from numadist.topology.sysfs import read_machine
@@ -105,3 +108,13 @@ def test_the_command_ends_with_1_exactly_when_there_is_a_problem(capsys):
     assert {f["subject"] for f in findings} >= {"memory policy", "NUMA balancing", "/dev/shm", "huge pages"}
     assert main(["--check"]) == code
     assert len(capsys.readouterr().out.splitlines()) == len(findings)
+
+
+@pytest.mark.parametrize("mem", ["bind", "local"])
+def test_check_and_a_run_say_the_same_of_numa_balancing(machine_with, mem):
+    machine, root = machine_with({BALANCING: "1"})
+    plan = place(machine, Request(mem=mem))
+    found = {f.subject: f.problem for f in check(machine, plan, {}, root)}["NUMA balancing"]
+    warned = [text for text in preflight_warnings(machine, plan, {}, root) if "numa_balancing" in text]
+    assert warned == ([] if found is None else [found])
+    assert bool(warned) == (mem != "bind")
