@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor.freezing import ErasedTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from numadist.errors import ShardError
@@ -14,6 +15,11 @@ from numadist.graph.modes import draws_numbers, follows_mode, switcher
 from numadist.pipeline.stages import LocalModel
 from numadist.pipeline.whole import gather_whole, part_of
 from numadist.sharding.placement import Shard
+
+PACKED = (
+    "compile=True has packed the weights, so they can be neither changed nor saved: call numadist.shard again, or "
+    "leave compile=True out"
+)
 
 
 class ShardedModel(torch.nn.Module):
@@ -36,13 +42,18 @@ class ShardedModel(torch.nn.Module):
         self._part = part
         self._compiled: Callable[..., Any] | None = None
         self._shards = part.schema.param_shards()
+        # Biases that only rank 0 adds: a graph for inference has zeros for them on the other ranks.
+        self._on_rank_0 = frozenset() if part.train else part.schema.partial_params()
+        self._packed_at: list[int] | None = None
         self._draws = any(draws_numbers(node) for node in part.gm.graph.nodes)
         self._switch = switcher(part.gm)
         self.training = part.training
         for name in ("train", "eval"):  # torch.export puts functions there that refuse to run
             vars(part.gm).pop(name, None)
+        self.register_state_dict_pre_hook(_check_not_erased)  # type: ignore[no-untyped-call]
         self._register_state_dict_hook(_to_whole)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_to_parts)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_by_whole_names)  # type: ignore[no-untyped-call]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -56,6 +67,8 @@ class ShardedModel(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for these inputs, on every rank alike."""
         run = self._compiled or self.local
+        if self._compiled is not None and not self._part.train:
+            self._check_packed()
         with self._same_numbers() if self._draws else contextlib.nullcontext():
             return run(*args, **{**self._part.constants, **kwargs})
 
@@ -71,6 +84,14 @@ class ShardedModel(torch.nn.Module):
     def compile_local(self) -> None:
         """Compile this rank's graph; the first call then takes the time that compilation takes."""
         self._compiled = self._part.compile()
+
+    def _check_packed(self) -> None:
+        """Raises: ShardError if a weight was changed since the first call, which has packed a copy of it."""
+        now = [p._version for p in self.local.parameters() if not isinstance(p, ErasedTensor)]
+        if self._packed_at is None:
+            self._packed_at = now
+        elif len(now) == len(self._packed_at) and now != self._packed_at:
+            raise ShardError(f"a weight has changed after the first call; {PACKED}")
 
     def train(self, mode: bool = True) -> "ShardedModel":
         """Put the model into training or evaluation mode.
@@ -113,13 +134,22 @@ class ShardedModel(torch.nn.Module):
         raise ShardError("a sharded model is one rank's part and cannot be pickled; save its state_dict()")
 
 
+def _check_not_erased(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Before a state dict. Raises: ShardError if Inductor has thrown the parameters away."""
+    if any(isinstance(p, ErasedTensor) for p in module.parameters()):
+        raise ShardError(PACKED)
+
+
 def _to_whole(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Of a state dict: local parts under `local.` become whole tensors under the unsharded model's names."""
     assert isinstance(module, ShardedModel)
     start = f"{prefix}local."
     for key in [key for key in state if key.startswith(start)]:
         name, local = key.removeprefix(start), state.pop(key)
-        state[prefix + name] = gather_whole(local, module.placement(name), module.rank, module.group)
+        whole = gather_whole(local, module.placement(name), module.rank, module.group)
+        if name in module._on_rank_0:
+            dist.broadcast(whole, group=module.group, group_src=0)
+        state[prefix + name] = whole
     for name, others in module._part.tied_names.items():
         for other in others:
             if prefix + name in state:
@@ -129,10 +159,20 @@ def _to_whole(module: torch.nn.Module, state: dict[str, Any], prefix: str, metad
 def _to_parts(module: torch.nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
     """Of a state dict to load: whole tensors become this rank's parts under `local.`."""
     assert isinstance(module, ShardedModel)
+    if module._compiled is not None and not module._part.train:
+        raise ShardError(PACKED)
     own = dict(module.local.state_dict(keep_vars=True))
     known = {*own, *module._part.tied_names, *module._part.unused_names}
     for key in [key for key in state if key.startswith(prefix) and key.removeprefix(prefix) in known]:
         name, whole = key.removeprefix(prefix), state.pop(key)
         if name in own:
             placed = module.placement(name)
-            state[f"{prefix}local.{name}"] = part_of(whole, name, placed, module.rank, own[name].shape)
+            part = part_of(whole, name, placed, module.rank, own[name].shape)
+            elsewhere = name in module._on_rank_0 and module.rank != 0
+            state[f"{prefix}local.{name}"] = torch.zeros_like(part) if elsewhere else part
+
+
+def _by_whole_names(module: torch.nn.Module, incompatible: Any) -> None:
+    """Missing keys, which torch finds in `local`, under the names of the unsharded model."""
+    for keys in incompatible:
+        keys[:] = [key.removeprefix("local.") for key in keys]

@@ -256,11 +256,56 @@ def check_module(rank, world):
     assert seen == [inputs().shape]
     assert all(p.requires_grad is False for p in sharded.requires_grad_(False).parameters())
     strict = sharded.load_state_dict({"norm.weight": torch.ones(WIDTH)}, strict=False)
-    assert "local.up.weight" in strict.missing_keys or "up.weight" in strict.missing_keys
+    assert "up.weight" in strict.missing_keys
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"nonsense"'):
+        sharded.load_state_dict({"nonsense": torch.ones(1)})
 
 
 def test_what_a_module_offers_works_or_says_why_not(pool):
     pool.run(check_module)
+
+
+def check_load(rank, world, train, assign):
+    import numadist
+
+    plain = Mlp().eval()
+    sharded = numadist.shard(Mlp().eval(), inputs(), train=train)
+    doubled = {name: t * 2 for name, t in plain.state_dict().items()}
+    plain.load_state_dict(doubled)
+    sharded.load_state_dict(doubled, assign=assign)
+    torch.testing.assert_close(sharded(inputs()), plain(inputs()))
+    assert {n: t.tolist() for n, t in sharded.state_dict().items()} == {
+        n: t.tolist() for n, t in doubled.items()
+    }, "every rank has the whole"
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_a_loaded_state_is_what_the_model_computes_with(pool, train, assign):
+    pool.run(check_load, train, assign)
+
+
+def check_packed(rank, world, dynamic):
+    import numadist
+
+    shapes = {"x": {0: torch.export.Dim.DYNAMIC}} if dynamic else None
+    sharded = numadist.shard(Mlp().eval(), inputs(), compile=True, dynamic_shapes=shapes)
+    sharded(inputs())
+    with pytest.raises(numadist.ShardError, match="compile=True has packed the weights"):
+        sharded.load_state_dict(Mlp().state_dict())
+    if dynamic:  # else Inductor has thrown the parameters away, and says so
+        with torch.no_grad():
+            next(sharded.parameters()).mul_(2)
+        with pytest.raises(numadist.ShardError, match="a weight has changed after the first call"):
+            sharded(inputs())
+    else:
+        with pytest.raises(numadist.ShardError, match="can be neither changed nor saved"):
+            sharded.state_dict()
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["one-shape", "any-shape"])
+def test_packed_weights_are_not_changed_without_a_word(numa_pair, dynamic):
+    numa_pair.run(check_packed, dynamic)
 
 
 def check_mode(rank, world):
