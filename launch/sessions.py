@@ -3,6 +3,7 @@
 A rank that dies with the launcher (its death signal) leaves its children, such as data loaders, to init.
 """
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterable
@@ -63,11 +64,15 @@ class Guardian:
 
     def watch(self, session: int) -> None:
         """A rank has started; its process id is its session's."""
-        os.write(self._write_fd, b"+%d\n" % session)
+        self._tell(b"+%d\n" % session)
 
     def forget(self, session: int) -> None:
         """The rank and its session are gone, and the number may become another's."""
-        os.write(self._write_fd, b"-%d\n" % session)
+        self._tell(b"-%d\n" % session)
+
+    def _tell(self, line: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed it: the run goes on without
+            os.write(self._write_fd, line)
 
     def stop(self) -> None:
         """End it; every session has been forgotten."""

@@ -217,12 +217,11 @@ class Supervisor:
     def _timeout_s(self) -> float:
         """Until the deadline, the next look at free memory or at a line without an end, whichever comes first."""
         now = time.monotonic()
-        if any(stream.has_partial for stream in self._prompting()):
-            return PROMPT_S
         if now >= self.next_sample_s:
             self.oom.sample()
             self.next_sample_s = now + SAMPLE_EVERY_S
-        return max(0.0, min(self.deadline_s or self.next_sample_s, self.next_sample_s) - now)
+        prompt_s = now + PROMPT_S if any(s.has_partial for s in self._prompting()) else self.next_sample_s
+        return max(0.0, min(self.deadline_s or self.next_sample_s, self.next_sample_s, prompt_s) - now)
 
     def _prompting(self) -> list[Stream]:
         """Streams of the rank that has our stdin and may wait for an answer."""
