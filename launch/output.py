@@ -110,7 +110,7 @@ class Stream:
 
     def show_prompt(self) -> None:
         """Pass on a line without its newline once it has stood PROMPT_S: it waits for an answer."""
-        if self.sink and self._partial and time.monotonic() - self._since_s >= PROMPT_S:
+        if self.sink and self.has_partial and time.monotonic() - self._since_s >= PROMPT_S:
             self.sink.put(self._begin() + self._partial)
             self.sink.open_line = self
             self._partial = b""

@@ -11,7 +11,8 @@ from numadist.compare.model_under_test import ModelUnderTest
 from numadist.compare.variants import Variant
 from numadist.compare.worker_loop import OneShape, connect, serve, timed
 from numadist.pipeline.plan import plan
-from numadist.pipeline.shard import ShardedModel, shard
+from numadist.pipeline.shard import shard
+from numadist.pipeline.sharded_model import ShardedModel
 from numadist.pipeline.stages import Site, capture, localize
 from numadist.sharding.build_schema import build_schema
 from numadist.sharding.collectives import Emitter

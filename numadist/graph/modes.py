@@ -43,6 +43,10 @@ def draws_numbers(node: Node) -> bool:
     return bool(query.argument(node, known.place, known.name)) and query.argument(node, 1, "p") != 0
 
 
+def graph_draws_numbers(gm: GraphModule) -> bool:
+    return any(draws_numbers(node) for node in gm.graph.nodes)
+
+
 def follows_mode(node: Node) -> bool:
     """The node is another one in the other mode."""
     if node.target is SDPA:

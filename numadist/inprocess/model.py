@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from numadist.errors import ShardError
-from numadist.graph.modes import draws_numbers
+from numadist.graph.modes import graph_draws_numbers
 from numadist.inprocess.exchange import Exchange
 from numadist.inprocess.thread_groups import Place, ThreadGroups, places_of
 from numadist.log import get_logger
@@ -24,7 +24,7 @@ class InProcessModel(torch.nn.Module):
 
     def __init__(self, parts: list[LocalModel], groups: ThreadGroups, exchange: Exchange):
         super().__init__()
-        if any(draws_numbers(node) for node in parts[0].gm.graph.nodes):
+        if graph_draws_numbers(parts[0].gm):
             raise ShardError(
                 f"{parts[0].name} draws random numbers, on every thread others; call model.eval() first"
             )

@@ -135,6 +135,3 @@ def check_alike(schema: Schema, group: dist.ProcessGroup) -> None:
             f"ranks {different} planned another graph than rank 0: example inputs of other shapes, another config "
             "or another schema; every rank must call numadist.shard with the same"
         )
-
-
-__all__ = ["ShardedModel", "check_alike", "check_group", "shard"]

@@ -11,7 +11,7 @@ from torch._inductor.freezing import ErasedTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from numadist.errors import ShardError
-from numadist.graph.modes import draws_numbers, follows_mode, switcher
+from numadist.graph.modes import follows_mode, graph_draws_numbers, switcher
 from numadist.pipeline.stages import LocalModel
 from numadist.pipeline.whole import gather_whole, part_of
 from numadist.sharding.placement import Shard
@@ -44,8 +44,10 @@ class ShardedModel(torch.nn.Module):
         self._shards = part.schema.param_shards()
         # Biases that only rank 0 adds: a graph for inference has zeros for them on the other ranks.
         self._on_rank_0 = frozenset() if part.train else part.schema.partial_params()
-        self._packed_at: list[int] | None = None
-        self._draws = any(draws_numbers(node) for node in part.gm.graph.nodes)
+        self._packed: list[tuple[torch.nn.Parameter, int]] | None = (
+            None  # with their versions, of a compiled model
+        )
+        self._draws = graph_draws_numbers(part.gm)
         self._switch = switcher(part.gm)
         self.training = part.training
         for name in ("train", "eval"):  # torch.export puts functions there that refuse to run
@@ -67,10 +69,16 @@ class ShardedModel(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for these inputs, on every rank alike."""
         run = self._compiled or self.local
-        if self._compiled is not None and not self._part.train:
-            self._check_packed()
+        if any(p._version != version for p, version in self._packed or ()):
+            raise ShardError(f"a weight has changed after the first call; {PACKED}")
         with self._same_numbers() if self._draws else contextlib.nullcontext():
-            return run(*args, **{**self._part.constants, **kwargs})
+            outputs = run(*args, **{**self._part.constants, **kwargs})
+        if self._compiled is not None and self._packed is None:
+            # Only now: the first call throws away the parameters that nothing reads any more.
+            self._packed = [
+                (p, p._version) for p in self.local.parameters() if not isinstance(p, ErasedTensor)
+            ]
+        return outputs
 
     @contextlib.contextmanager
     def _same_numbers(self) -> Iterator[None]:
@@ -84,14 +92,6 @@ class ShardedModel(torch.nn.Module):
     def compile_local(self) -> None:
         """Compile this rank's graph; the first call then takes the time that compilation takes."""
         self._compiled = self._part.compile()
-
-    def _check_packed(self) -> None:
-        """Raises: ShardError if a weight was changed since the first call, which has packed a copy of it."""
-        now = [p._version for p in self.local.parameters() if not isinstance(p, ErasedTensor)]
-        if self._packed_at is None:
-            self._packed_at = now
-        elif len(now) == len(self._packed_at) and now != self._packed_at:
-            raise ShardError(f"a weight has changed after the first call; {PACKED}")
 
     def train(self, mode: bool = True) -> "ShardedModel":
         """Put the model into training or evaluation mode.
@@ -112,7 +112,7 @@ class ShardedModel(torch.nn.Module):
             )
         self._switch(mode)
         self.training = mode
-        self._draws = any(draws_numbers(node) for node in self.local.graph.nodes)
+        self._draws = graph_draws_numbers(self.local)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardedModel":
@@ -159,7 +159,7 @@ def _to_whole(module: torch.nn.Module, state: dict[str, Any], prefix: str, metad
 def _to_parts(module: torch.nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
     """Of a state dict to load: whole tensors become this rank's parts under `local.`."""
     assert isinstance(module, ShardedModel)
-    if module._compiled is not None and not module._part.train:
+    if module._compiled is not None:
         raise ShardError(PACKED)
     own = dict(module.local.state_dict(keep_vars=True))
     known = {*own, *module._part.tied_names, *module._part.unused_names}

@@ -80,12 +80,10 @@ class LocalModel:
         return sum(p.numel() * p.element_size() for p in self.gm.parameters())
 
     def compile(self) -> Callable[..., Any]:
-        """Last stage: Inductor's C++ with weights packed once; for training torch.compile as it is.
+        """Last stage: Inductor's C++ with weights packed once.
 
         The first call of every combination of input sizes takes the time that compilation takes.
         """
-        if self.train:
-            return torch.compile(self.gm)
         run_passes(self.gm, passes.INFERENCE)
         return compile_frozen(self.gm, one_shape=self.one_shape)
 

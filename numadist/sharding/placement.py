@@ -39,6 +39,11 @@ class DimShard:
     cuts: tuple[Cut, ...]
     scale: int = 1
 
+    @property
+    def size(self) -> int:
+        """Of the whole dim."""
+        return max(stop for cut in self.cuts for _, stop in cut)
+
     def local_size(self, rank: int) -> int:
         return cut_size(self.cuts[rank])
 

@@ -128,8 +128,7 @@ def emit_trainable(group_name: str, rank: int, num_ranks: int) -> Emitter:
     def enter_weight(g: Graph, w: Node, shard: Shard) -> Node:
         for dim, cuts in shard.dims.items():
             if overlaps(cuts.cuts):
-                size = max(stop for cut in cuts.cuts for _, stop in cut)
-                w = g.call_function(held_in_common, (w, dim, size, cuts.cuts[rank], group_name))
+                w = g.call_function(held_in_common, (w, dim, cuts.size, cuts.cuts[rank], group_name))
         return w
 
     def enter_bias(g: Graph, b: Node) -> Node:
