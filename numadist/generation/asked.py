@@ -14,16 +14,20 @@ from numadist.generation.options import Options, decide
 
 @dataclass(frozen=True)
 class Asked:
-    """prompts: without padding. given: the same with it, as Hugging Face counts tokens and penalizes them."""
+    """prompts: without padding. given: without that before the first token, as Hugging Face penalizes repetitions.
+
+    widths: tokens with all padding, as Hugging Face counts them.
+    """
 
     prompts: list[list[int]]
     given: list[list[int]]
+    widths: list[int]
     options: Options
 
     @property
     def longest(self) -> int:
         """Tokens of the longest row there may be, padding left out."""
-        new = [self.options.max_new_tokens(len(given)) for given in self.given]
+        new = map(self.options.max_new_tokens, self.widths)
         return max(len(prompt) + n for prompt, n in zip(self.prompts, new, strict=True))
 
     def requests(self, on_token: Callable[[int, int], None] | None, deadline: float | None) -> list[Request]:
@@ -32,7 +36,7 @@ class Asked:
     def _request(
         self, row: int, on_token: Callable[[int, int], None] | None, deadline: float | None
     ) -> Request:
-        options, given = self.options, self.given[row]
+        options, width = self.options, self.widths[row]
         stops = options.stops
 
         def stopped(tokens: list[int]) -> bool:
@@ -44,10 +48,10 @@ class Asked:
 
         return Request(
             self.prompts[row],
-            options.max_new_tokens(len(given)),
+            options.max_new_tokens(width),
             options.sampling,
             frozenset(options.eos_token_ids),
-            rules=options.rules(given),
+            rules=options.rules(self.given[row], width),
             stops=None if stops is None else stopped,
             on_token=None if on_token is None else tell,
             deadline=deadline,
@@ -66,32 +70,36 @@ def read(
     """config, defaults: the model's config and generation_config. Raises: GenerateError."""
     limit = getattr(config, "max_position_embeddings", None)
     options = decide(fields, generation_config, defaults, tokenizer, limit)
-    prompts = _prompts(input_ids, attention_mask, options)
-    return Asked(prompts, input_ids.tolist() if isinstance(input_ids, Tensor) else prompts, options)
-
-
-def _prompts(
-    input_ids: Tensor | Sequence[Sequence[int]], attention_mask: Tensor | None, options: Options
-) -> list[list[int]]:
-    """Token ids of every prompt without padding. Raises: GenerateError for inputs of the wrong form."""
-    if not isinstance(input_ids, Tensor):
-        if attention_mask is not None:
-            raise GenerateError(
-                "attention_mask goes with a tensor of input_ids; lists have their own lengths"
-            )
-        prompts = [list(map(int, prompt)) for prompt in input_ids]
+    if isinstance(input_ids, Tensor):
+        mask_BT = _mask(input_ids, attention_mask, options)
+        prompts = [row[kept].tolist() for row, kept in zip(input_ids, mask_BT, strict=True)]
+        given = [row[_first(kept) :].tolist() for row, kept in zip(input_ids, mask_BT, strict=True)]
+        widths = [input_ids.shape[1]] * len(prompts)
+    elif attention_mask is None:
+        prompts = given = [list(map(int, prompt)) for prompt in input_ids]
+        widths = [len(prompt) for prompt in prompts]
     else:
-        if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
-            raise GenerateError(f"input_ids must be integers, got {input_ids.dtype}")
-        mask = _inferred_mask(input_ids, options) if attention_mask is None else attention_mask
-        if input_ids.dim() != 2 or mask.shape != input_ids.shape:
-            raise GenerateError(
-                f"input_ids must be [B, T] and attention_mask alike, got {list(input_ids.shape)} and {list(mask.shape)}"
-            )
-        prompts = [row[kept].tolist() for row, kept in zip(input_ids, mask.bool(), strict=True)]
+        raise GenerateError("attention_mask goes with a tensor of input_ids; lists have their own lengths")
     if not prompts:
         raise GenerateError("no prompts")
-    return prompts
+    return Asked(prompts, given, widths, options)
+
+
+def _first(kept_T: Tensor) -> int:
+    """The place of the first token that is no padding; 0 if all are."""
+    return int(kept_T.int().argmax()) if kept_T.numel() else 0
+
+
+def _mask(input_ids: Tensor, attention_mask: Tensor | None, options: Options) -> Tensor:
+    """True where a token is no padding, [B, T]. Raises: GenerateError for inputs of the wrong form."""
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise GenerateError(f"input_ids must be integers, got {input_ids.dtype}")
+    mask = _inferred_mask(input_ids, options) if attention_mask is None else attention_mask
+    if input_ids.dim() != 2 or mask.shape != input_ids.shape:
+        raise GenerateError(
+            f"input_ids must be [B, T] and attention_mask alike, got {list(input_ids.shape)} and {list(mask.shape)}"
+        )
+    return mask.bool()
 
 
 def _inferred_mask(input_ids: Tensor, options: Options) -> Tensor:

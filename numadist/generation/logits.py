@@ -29,7 +29,8 @@ class Edit:
 class Rules:
     """What changes one request's logits, by Hugging Face's names; min_new_tokens bans eos until then.
 
-    given: tokens that count as said before, of the prompt with its padding: Hugging Face penalizes pads too.
+    given: tokens of the prompt that count as said before, those that its mask leaves out behind the first one too, as
+    Hugging Face (5.24) counts them.
     """
 
     repetition_penalty: float = 1.0

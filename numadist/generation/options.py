@@ -99,11 +99,14 @@ class Options:
             return DEFAULT_NEW_TOKENS
         return min(DEFAULT_NEW_TOKENS, max(1, self.position_limit - width))
 
-    def rules(self, given: Sequence[int]) -> Rules | None:
-        """What changes the logits of a row whose prompt, padding included, is given; None: nothing does."""
+    def rules(self, given: Sequence[int], width: int) -> Rules | None:
+        """What changes the logits of a row; None: nothing does.
+
+        given: the tokens of its prompt that count as said. width: how many it has with its padding.
+        """
         least = self.lengths["min_new_tokens"]
         if least is None:
-            least = max(0, (self.lengths["min_length"] or 0) - len(given))
+            least = max(0, (self.lengths["min_length"] or 0) - width)
         rules = Rules(
             self.repetition_penalty,
             self.suppress_tokens,

@@ -183,6 +183,18 @@ def test_random_configs_generate_as_hugging_face_does(sample):
     search(check_sampling if sample else check_greedy, sample, EXAMPLES)
 
 
+# What the search has found in code that stands.
+FOUND = [
+    # Hugging Face penalizes tokens that a mask leaves out, but for those before the first token.
+    ("llama", 1, [5, 9], True, {"repetition_penalty": (0.5, "argument")}, "int"),
+]
+
+
+@pytest.mark.parametrize("call", FOUND, ids=str)
+def test_found_configs_generate_as_hugging_face_does(call):
+    check_greedy(call)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampling"])
 def test_many_random_configs_generate_as_hugging_face_does(sample):
