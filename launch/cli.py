@@ -147,17 +147,19 @@ def _run(options: Options, plan: Placement, command: list[str], thread_order: tu
     sock = None
     if options.node_rank == 0:
         sock = store.listen(options.master_addr, options.master_port, any_interface=options.nnodes > 1)
+    elif options.master_port:
+        store.wait_for(options.master_addr, options.master_port)
     port = sock.getsockname()[1] if sock else options.master_port
     if options.log_dir:
         _make_folder("--log-dir", options.log_dir)
     job_id = os.urandom(8).hex()
-    error_dir = f"{os.environ.get('TMPDIR', '/tmp')}/numarun_{job_id}"
-    _make_folder("TMPDIR", error_dir)
+    folder = f"{os.environ.get('TMPDIR', '/tmp')}/numarun_{job_id}"
+    _make_folder("TMPDIR", folder)
     try:
-        job = Job(job_id, options.master_addr, port or 0, error_dir, thread_order)
+        job = Job(job_id, options.master_addr, port or 0, folder, thread_order)
         return Supervisor(options, plan, job, sock).run(command, dict(os.environ))
     finally:
-        _remove_folder(error_dir)
+        _remove_folder(folder)
 
 
 def _make_folder(asked_by: str, path: str) -> None:

@@ -15,12 +15,12 @@ class Job:
     id: str
     master_addr: str
     master_port: int
-    error_dir: str  # `@record` writes each rank's exception there
+    folder: str  # `@record` writes each rank's exception there, and ranks of one machine meet in a file there
     thread_order: tuple[int, ...] = ()  # all CPUs, best first: the order --omp-bind cores pins threads in
 
 
 def error_file(job: Job, rank: int, restart: int) -> str:
-    return f"{job.error_dir}/r{rank}.{restart}.json"
+    return f"{job.folder}/r{rank}.{restart}.json"
 
 
 def rank_environment(
@@ -61,12 +61,16 @@ def rank_environment(
         "NUMADIST_NODE_MAP": "|".join(format_list(p.mem_nodes) for p in plan.ranks),
         "NUMADIST_CPUS": format_list(placement.cpus),
         # Copies of one virtual machine are hard to tell apart from inside.
-        **({"NUMADIST_MACHINE": options.node_rank} if options.nnodes > 1 else {}),
+        **({"NUMADIST_MACHINE": options.node_rank} if options.nnodes > 1 else _store(job, restart)),
         **({"NUMADIST_BACKEND": options.backend} if options.backend else {}),
         **_threads(inherited, options, placement, job),
         **dict(options.env),
     }
     return {name: str(value) for name, value in environ.items()}
+
+
+def _store(job: Job, restart: int) -> dict[str, object]:
+    return {"NUMADIST_STORE": f"{job.master_port}:{job.folder}/store.{restart}"}
 
 
 def _threads(

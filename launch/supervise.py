@@ -304,7 +304,7 @@ class Supervisor:
     def _on_connect(self) -> None:
         assert self.sock is not None
         self.selector.unregister(self.sock)
-        self.store_pid = store.start(self.sock, self.job.master_addr)
+        self.store_pid = store.start(self.sock, self.job.master_addr, self.options.nnodes)
 
     def _send(self, number: signal.Signals) -> None:
         for rank in self.ranks:

@@ -30,6 +30,13 @@ class Config:
     )
     cpus: str = knob("NUMADIST_CPUS", "", "CPUs of this rank, e.g. `0-7`; set by numarun.")
 
+    store: str = knob(
+        "NUMADIST_STORE",
+        "",
+        "Port and file, `29400:/tmp/...`: ranks that would meet at the port meet in the file; "
+        "set by numarun on one machine.",
+    )
+
     plan: str = knob(
         "NUMADIST_PLAN", "", "plan.json with the thread counts of both phases; set by `numarun --plan`."
     )

@@ -1,5 +1,6 @@
 """Make backend "numa" known to torch.distributed; the rest of numadist is imported when a group is made."""
 
+import sys
 from typing import Any
 
 from numadist.binding import warn_if_narrowed
@@ -29,6 +30,8 @@ def autoload() -> None:
         warn_if_narrowed(config().cpus)
     if config().backend == BACKEND:
         stand_in_for_gloo()
+    if config().job_id:
+        meet_as_numarun_says()
 
 
 def stand_in_for_gloo() -> None:
@@ -48,3 +51,30 @@ def stand_in_for_gloo() -> None:
 
     c10d.BackendConfig.get_device_backend_map = device_backend_map  # type: ignore[method-assign]
     log.info("backend numa stands in for gloo (NUMADIST_BACKEND)")
+
+
+def meet_as_numarun_says() -> None:
+    """What a rank of numarun does where torchrun's would connect to the agent's store.
+
+    On one machine it opens a file: clients of torch's TCPStore ask a name server for the name of 127.0.0.1, and numarun
+    would need a process with torch in it to serve one. On several it leaves its machine's number in the store, so that
+    numarun can tell who has not come. A port that is not numarun's is left to torch.
+    """
+    from torch.distributed import FileStore
+
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # the package's attribute is the function
+    over_tcp = rendezvous._create_c10d_store
+    port, _, path = config().store.partition(":")
+
+    def create_store(host: str, port_asked: int, rank: int, world_size: int, timeout: Any, *rest: Any) -> Any:
+        agents = rendezvous._torchelastic_use_agent_store()
+        if agents and str(port_asked) == port:
+            store = FileStore(path)
+            store.set_timeout(timeout)
+            return store
+        store = over_tcp(host, port_asked, rank, world_size, timeout, *rest)
+        if agents and config().machine:
+            store.set(f"numarun/machine/{config().machine}", "")
+        return store
+
+    rendezvous._create_c10d_store = create_store

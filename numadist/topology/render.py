@@ -21,10 +21,15 @@ def short_list(numbers: tuple[int, ...]) -> str:
 
 
 def summary(machine: Machine) -> str:
-    """One line: sockets, nodes, cores, threads and how many CPUs are allowed."""
+    """One line: sockets, nodes, cores, threads and how many CPUs are allowed. Sockets and cores are those allowed."""
     threads = sum(len(core.cpus) for core in machine.cores)
+    homed = {node for domain in machine.domains for node in domain.nodes}
+    forbidden = sum(1 for node in machine.nodes if node.online_cpus and node.id not in homed)
+    nodes = plural(len(machine.nodes), "NUMA node")
+    if forbidden:
+        nodes = f"{len(machine.nodes) - forbidden} of {nodes}"
     return (
-        f"{plural(len(machine.packages), 'socket')}, {plural(len(machine.nodes), 'NUMA node')}, "
+        f"{plural(len(machine.packages), 'socket')}, {nodes}, "
         f"{plural(len(machine.cores), 'core')} ({plural(threads, 'thread')}), "
         f"allowed {plural(len(machine.allowed_cpus), 'CPU')}"
     )

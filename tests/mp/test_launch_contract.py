@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -286,6 +287,41 @@ dist.destroy_process_group()
     assert [x for x, *_ in seen.values()] == [3.0, 3.0]
     for _, threads, cpus in seen.values():
         assert threads == len(cpus), "torch's threads are the rank's cores, and importing it narrowed nothing"
+
+
+MEETING = """
+import torch, torch.distributed as dist
+for _ in range(2):
+    dist.init_process_group("numa")
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    x = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if not restart:
+    sys.exit("once more")
+print(json.dumps([type(store).__name__, x.item(), restart]))
+"""
+
+
+def test_ranks_of_one_machine_meet_in_a_file(tmp_path):
+    """So no name is looked up, no store is served, and a restarted job finds an empty one."""
+    done = run(script(tmp_path, MEETING), *TWO, "--max-restarts", "1", env=clean_environment())
+    assert by_rank(done) == {0: ["FileStore", 3.0, 1], 1: ["FileStore", 3.0, 1]}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("ip"), reason="a network namespace needs root and ip"
+)
+def test_without_a_network_nothing_is_said_of_names(tmp_path):
+    body = "import torch.distributed as dist; dist.init_process_group('numa'); dist.destroy_process_group()"
+    alone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    command = [*alone, *NUMARUN, *TWO, str(script(tmp_path, body))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=clean_environment())
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_store_that_cannot_start_ends_the_run_with_125(tmp_path):

@@ -134,6 +134,28 @@ def test_ddp_over_two_machines_trains_as_on_gloo(tmp_path, machines):
         assert float(ours) < 5, f"rank {rank} did not learn: {ours}"
 
 
+def said(job: subprocess.Popen, text: str) -> bool:
+    """Read its stderr up to the line with the text."""
+    return any(text in line for line in job.stderr)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_machine_says_whom_it_waits_for(tmp_path, machines, late):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace('"gloo"', '"numa"'))
+    first = start(machines[1 - late], 1 - late, script, "--master-port", "29515")
+    where = f"{ADDRESSES[0]}:29515"
+    wanted = (
+        f"waiting for machine 0 at {where} (Connection refused)",
+        f"waiting for machine 1 of 2: no rank has come to {where}",
+    )[late]
+    assert said(first, wanted)
+    second = start(machines[late], late, script, "--master-port", "29515")
+    for job in (first, second):
+        output = job.communicate(timeout=LIMIT_S)
+        assert job.returncode == 0, output
+
+
 def test_several_machines_need_the_address_of_the_first():
     command = [*NUMARUN, "--nnodes", "2", "x.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)

@@ -4,7 +4,7 @@ import pytest
 
 from numadist.errors import TopologyError
 from numadist.topology.cpuset import parse_list
-from numadist.topology.render import render
+from numadist.topology.render import render, summary
 from numadist.topology.sysfs import read_machine
 
 # hwloc counts the two threads of an AMD Bulldozer module as cores; the kernel's sibling lists say one core.
@@ -83,6 +83,14 @@ def test_a_root_without_sysfs_is_refused(tmp_path):
 def test_no_allowed_cpu_is_refused_with_both_sets(dump):
     with pytest.raises(TopologyError, match=r"no usable CPU: online 0-31, allowed 99"):
         read_machine(dump("32intel64-2p8co2t+8ve").root, allowed_cpus=[99])
+
+
+def test_summary_counts_what_is_allowed(dump):
+    root = dump("64amd64-4s2n4ca2co").root
+    whole = read_machine(root)
+    cpus = [cpu for core in whole.domains[0].cores for cpu in core.cpus]
+    assert summary(whole).startswith("4 sockets, 8 NUMA nodes, ")
+    assert summary(read_machine(root, cpus)).startswith("1 socket, 1 of 8 NUMA nodes, ")
 
 
 def test_live_machine_has_this_process_cpus():

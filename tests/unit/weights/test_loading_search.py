@@ -119,7 +119,7 @@ def check(folder, seed: int) -> str:
     except RuntimeError:  # it stacks experts, and one is missing
         plain, info = None, {"missing_keys": ["an expert"]}
     if info["missing_keys"]:
-        with pytest.raises(ShardError, match="has no tensor named|experts.* has shape .* another model"):
+        with pytest.raises(ShardError, match=r"has no tensor named|experts.* has shape .* another model"):
             shard_all(empty, inputs, 2, checkpoint=checkpoint_of(folder, empty))
         return "refused"
     try:
