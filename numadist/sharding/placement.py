@@ -142,11 +142,12 @@ def equal_chunks(size: int, num_ranks: int, unit: int = 1) -> DimShard | None:
     return DimShard(tuple(((start, min(start + chunk, size)),) for start in starts))
 
 
-def split_units(size: int, units: tuple[int, ...], num_ranks: int) -> tuple[Cut, ...] | None:
+def split_units(size: int, units: tuple[int, ...], num_ranks: int, first: int = 0) -> tuple[Cut, ...] | None:
     """Cut [0, size) for the ranks on multiples of the largest unit; None if there are too few units.
 
     `units` ascend and each divides the next. With fewer large units than ranks (three KV groups, four ranks) ranks
-    are dealt to large units, and share one by cutting it on the next smaller unit.
+    are dealt to large units, and share one by cutting it on the next smaller unit. What cannot be even is uneven
+    from place `first` on, in a circle: there ranks get one unit more, or units one rank more.
     """
     if size % units[-1]:
         return None
@@ -155,15 +156,16 @@ def split_units(size: int, units: tuple[int, ...], num_ranks: int) -> tuple[Cut,
     if count >= num_ranks:
         start = 0
         for rank in range(num_ranks):
-            stop = start + (count // num_ranks + (rank < count % num_ranks)) * units[-1]
+            more = (rank - first) % num_ranks < count % num_ranks
+            stop = start + (count // num_ranks + more) * units[-1]
             cuts.append(((start, stop),))
             start = stop
         return tuple(cuts)
     if len(units) == 1:
         return None
     for block in range(count):
-        ranks_here = num_ranks // count + (block < num_ranks % count)
-        inner = split_units(units[-1], units[:-1], ranks_here)
+        ranks_here = num_ranks // count + ((block - first) % count < num_ranks % count)
+        inner = split_units(units[-1], units[:-1], ranks_here, first)
         if inner is None:
             return None
         cuts += [shift(cut, block * units[-1]) for cut in inner]

@@ -20,7 +20,16 @@ from numadist.graph import query
 from numadist.graph.query import Contraction, Dependencies, as_contraction
 from numadist.sharding import rules
 from numadist.sharding.gathered_output import plan_gathered_outputs
-from numadist.sharding.placement import CannotShard, DimShard, NeedsUnit, Shard, base_unit, split_units
+from numadist.sharding.placement import (
+    CannotShard,
+    Cut,
+    DimShard,
+    NeedsUnit,
+    Shard,
+    base_unit,
+    cut_size,
+    split_units,
+)
 from numadist.sharding.vocabulary import RowSplit, plan_vocabulary
 
 NO_COLUMN = "no linear layer before it can be column-parallel"
@@ -96,6 +105,7 @@ class _Planner:
         self.contractions = {c.node: c for n in gm.graph.nodes if (c := as_contraction(n, self.deps))}
         self.state_inputs = state_inputs
         self.taken: set[Node] = set()  # sinks and columns of committed blocks
+        self.loads = [0] * num_ranks  # bytes of their parameters that each rank holds
 
     def run(self) -> PropagatedPlan:
         result = PropagatedPlan(self.num_ranks)
@@ -110,6 +120,7 @@ class _Planner:
                 continue
             result.blocks.append(block)
             self.taken |= {node, *block.columns}
+            self._load(block)
         open_layers = [node for node in failures if node not in self.taken]
         if self.num_ranks > 1:
             heads = {n: self.contractions[n] for n in open_layers if self._reach(n).output}
@@ -183,7 +194,7 @@ class _Planner:
         needed: set[int] = set()
         for _ in range(_MAX_RESTARTS):
             units = _unit_chain(sink.size, self.num_ranks, base, needed)
-            cuts = split_units(sink.size, units, self.num_ranks)
+            cuts = self._cuts(sink, units)
             if cuts is None:
                 count = sink.size // units[0]
                 raise _Failed(
@@ -199,6 +210,29 @@ class _Planner:
                     raise _Failed(f"no cut falls on multiples of {need.unit}", sink.node) from None
                 needed.add(need.unit)
         raise _Failed("no unit found that all reshapes accept", sink.node)
+
+    def _cuts(self, sink: Contraction, units: tuple[int, ...]) -> tuple[Cut, ...] | None:
+        """Of the cuts that differ in who gets more, the one that leaves the fullest rank emptiest.
+
+        Blocks wait for each other's sums, so a rank with more of the heads cannot make good for it with less of an
+        MLP: that would have both kinds of blocks wait. Instead it is another rank that has more in the next layer.
+        """
+        weight = query.value(sink.weight)
+        bytes_per_index = weight.numel() * weight.dtype.itemsize // sink.size
+
+        def filled(cuts: tuple[Cut, ...]) -> list[int]:
+            loads = zip(self.loads, cuts, strict=True)
+            return sorted((load + cut_size(cut) * bytes_per_index for load, cut in loads), reverse=True)
+
+        found = [split_units(sink.size, units, self.num_ranks, first) for first in range(self.num_ranks)]
+        return min((cuts for cuts in found if cuts is not None), key=filled, default=None)
+
+    def _load(self, block: BlockPlan) -> None:
+        for name, shard in block.params.items():
+            parameter = self.deps.parameters[name]
+            for rank in range(self.num_ranks):
+                local = math.prod(shard.local_shape(parameter.shape, rank))
+                self.loads[rank] += local * parameter.dtype.itemsize
 
 
 def _unit_chain(size: int, num_ranks: int, base: int, needed: set[int]) -> tuple[int, ...]:

@@ -137,7 +137,7 @@ def test_kv_tensors_hold_this_ranks_heads_only():
     ranks = generators("llama", 3)
     assert [g.kv_bytes * 3 for g in ranks] == [whole.kv_bytes] * 3, "3 KV heads, one a rank"
     uneven = generators("llama", 2)
-    assert [g.kv_bytes * 3 for g in uneven] == [whole.kv_bytes * 2, whole.kv_bytes], "2 + 1 heads"
+    assert [g.kv_bytes * 2 for g in uneven] == [whole.kv_bytes] * 2, "2 + 1 heads, then 1 + 2"
     two_layers_bytes = 2 * 2 * 5 * 3 * 128 * 8 * 4
     assert whole.kv_bytes == two_layers_bytes, "K and V x layers x rows x heads x slots x size x float32"
 
