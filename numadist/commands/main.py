@@ -19,6 +19,10 @@ COMMANDS = {
         "numadist.commands.main:topo",
         "sockets, NUMA nodes, cores, distances, and what this process may use",
     ),
+    "generate": (
+        "numadist.commands.generate:main",
+        "continue a prompt with a model's folder or .gguf file, on a rank a NUMA node",
+    ),
     "compare": (
         "numadist.commands.compare:main",
         "does it pay? one process, numactl policies and ranks, in turn",

@@ -13,6 +13,7 @@ from numadist.errors import CommError, GenerateError
 from numadist.generation.asked import Asked, read
 from numadist.generation.engine import Engine, Policy
 from numadist.generation.peers import Peers, peers_of
+from numadist.generation.pretrained import open_pretrained
 from numadist.generation.runner import Runner
 from numadist.generation.step import CapturedStep
 from numadist.kernels import int8
@@ -66,6 +67,19 @@ class Generator:
             compile=compile,
             quantization=quantization,
         )
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, dtype: torch.dtype | None = None, **options: Any
+    ) -> "Generator":
+        """Of a folder as Hugging Face saves models, or a .gguf file; each rank reads its slices of the weights alone.
+
+        dtype: of the weights in memory; None takes what a folder's config says, float32 for a .gguf file. options:
+        those of the constructor but for weights. Its tokenizer is AutoTokenizer's of the same place.
+        Raises: GenerateError for a path that holds no causal language model in a format that numadist reads.
+        """
+        found = open_pretrained(path, dtype)
+        return cls(found.model, weights=found.weights, **options)
 
     @classmethod
     def of_captured(

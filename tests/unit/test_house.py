@@ -54,7 +54,9 @@ MAY_IMPORT = {
         *("costmodel", "graph", "lowering", "memory", "sharding", "weights"),
     },
     "models": {"errors", "torch"},
-    "generation": {"errors", "graph", "kernels", "log", "memory", "phases", "pipeline", "sharding", "torch"},
+    "generation": {
+        *("errors", "graph", "kernels", "log", "memory", "phases", "pipeline", "sharding", "torch", "weights")
+    },
     "inprocess": {
         *("_native", "binding", "errors", "log", "topology", "torch"),
         *("graph", "memory", "pipeline", "sharding"),

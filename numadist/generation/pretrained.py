@@ -1,0 +1,102 @@
+"""A model as Hugging Face saves it, or a GGUF file: its configs, its parameters without memory, its tokenizer.
+
+Weights are not read here: each rank reads its slices of them later. Needs the extra `models`.
+"""
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from numadist.errors import GenerateError
+from numadist.weights.fake import empty_parameters
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """model: a causal language model whose parameters have no memory. weights: what holds their values."""
+
+    model: torch.nn.Module
+    weights: Path
+
+
+def open_pretrained(path: str | Path, dtype: torch.dtype | None = None) -> Pretrained:
+    """The model at a path: a folder with config.json and safetensors, or a .gguf file.
+
+    dtype: of the parameters; None takes what a folder's config says, and float32 for a GGUF file.
+    Raises: GenerateError for a path that holds no such model, or one in a format that numadist does not read.
+    """
+    place = _place(path)
+    transformers = _transformers()
+    config = _found(transformers.AutoConfig, place, "config")
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise GenerateError(
+            f"{path} is quantized ({method}); numadist reads GGUF files and plain safetensors"
+        )
+    if dtype is None:
+        dtype = torch.float32 if place.is_gguf else (getattr(config, "dtype", None) or torch.float32)
+    with empty_parameters():
+        try:
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        except ValueError as error:  # its text lists all models of transformers
+            raise GenerateError(
+                f"{path}: {type(config).__name__} is no causal language model of transformers"
+            ) from error
+    if (place.folder / "generation_config.json").exists() and not place.is_gguf:
+        model.generation_config = transformers.GenerationConfig.from_pretrained(place.folder)
+    return Pretrained(model, Path(path))
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer that lies with the model. Raises: GenerateError where there is none."""
+    return _found(_transformers().AutoTokenizer, _place(path), "tokenizer")
+
+
+@dataclass(frozen=True)
+class _Place:
+    folder: Path
+    file: str | None  # a GGUF file in it
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.file is not None
+
+
+def _place(path: str | Path) -> _Place:
+    path = Path(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return _Place(path.parent, path.name)
+    if path.is_dir():
+        if (path / "config.json").exists():
+            return _Place(path, None)
+        files = sorted(p.name for p in path.glob("*.gguf"))
+        hint = f"; of its GGUF files take one: {', '.join(files)}" if files else ""
+        raise GenerateError(f"{path} has no config.json{hint}")
+    what = "neither a folder nor a .gguf file" if path.exists() else "not there"
+    raise GenerateError(
+        f"{path} is {what}; a model is a folder as save_pretrained writes it, or a .gguf file"
+    )
+
+
+def _found(auto_class: Any, place: _Place, what: str) -> Any:
+    arguments = {"gguf_file": place.file} if place.is_gguf else {}
+    try:
+        return auto_class.from_pretrained(place.folder, local_files_only=True, **arguments)
+    except Exception as error:  # transformers raises of every kind for what it cannot read
+        where = place.folder / place.file if place.file else place.folder
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise GenerateError(f"{where}: no {what} that transformers reads: {first}") from error
+
+
+def _transformers() -> Any:
+    if importlib.util.find_spec("transformers") is None:
+        raise GenerateError("models need the extra: pip install 'numadist[models]'")
+    transformers: Any = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
