@@ -26,6 +26,8 @@ def autoload() -> None:
         return
     # torch iterates over `devices`, so a plain string would be taken letter by letter.
     dist.Backend.register_backend(BACKEND, create_process_group, extended_api=True, devices=["cpu"])
+    # torch 2.15 would attach its flight recorder, which finds no C++ backend in our groups and raises.
+    getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(BACKEND)
     if config().cpus:
         warn_if_narrowed(config().cpus)
     if config().backend == BACKEND:
