@@ -14,7 +14,7 @@ from pathlib import Path
 from numadist.config import config
 from numadist.errors import ConfigError, NativeError
 
-ABI_VERSION = 15  # ND_ABI_VERSION
+ABI_VERSION = 16  # ND_ABI_VERSION
 MAX_WORLD = 512  # ND_MAX_WORLD
 NODE_WORDS = 16  # ND_NODE_WORDS
 HISTORY = 16  # ND_HISTORY

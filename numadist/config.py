@@ -58,6 +58,11 @@ class Config:
     )
 
     # Diagnosis.
+    trace: str = knob(
+        "NUMADIST_TRACE",
+        "",
+        "At its end every process writes FILE.rRANK.PID.json and .txt: its collectives by group, operation and size.",
+    )
     max_isa: str = knob(
         "NUMADIST_MAX_ISA",
         "",

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from numadist import _native
 from numadist._native import Coll, Op
-from numadist.comm import BACKEND, collective_calls, failures, registry
+from numadist.comm import BACKEND, collective_calls, failures, registry, trace
 from numadist.comm.collective_calls import CollectiveCall
 from numadist.comm.dtypes import OPS
 from numadist.comm.dynamo import hide_from_dynamo
@@ -79,6 +79,7 @@ class CoreGroup(ProcessGroup):
         self._name = ""
         self._desc = ""
         self._outstanding: deque[PendingWork] = deque()
+        trace.begin(handle, self)
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -160,6 +161,7 @@ class CoreGroup(ProcessGroup):
         self._outstanding.clear()
         handle, self._handle = self._handle, None
         registry.remove(self._name)
+        trace.collect(handle)
         _native.lib.nd_group_close(handle)
 
     def _core(self) -> int:

@@ -29,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 15
+#define ND_ABI_VERSION 16
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_HISTORY 16
@@ -156,6 +156,15 @@ typedef struct NdStats {
   uint64_t wait_ns; /* of total_ns: waiting for peers */
 } NdStats;
 
+/* What calls of one kind cost this rank; of messages only their number. */
+typedef struct NdTraced {
+  NdCall call; /* without a root; bytes ND_OTHER_BYTES: all sizes beyond the first thousands */
+  uint64_t num_calls;
+  uint64_t total_ns;
+  uint64_t wait_ns;
+} NdTraced;
+#define ND_OTHER_BYTES UINT64_MAX
+
 /* A sealed memfd for `world` ranks. node_masks: world sets of nodes for each rank's part, or NULL for no
  * binding. nonce: any number both sides know; nd_group_open compares it. */
 ND_API int nd_segment_create(int world, uint64_t nonce, const NdTuning* tuning, const uint64_t* node_masks,
@@ -183,6 +192,10 @@ ND_API int nd_group_peers(NdGroup* group, int8_t* state);
 ND_API int nd_group_history(NdGroup* group, NdCall calls[ND_HISTORY]);
 /* Calls are counted always, times from the first reset on. */
 ND_API int nd_group_stats(NdGroup* group, int reset, NdStats* out);
+/* From here on calls are counted by kind. To be called before any other. */
+ND_API int nd_group_trace(NdGroup* group);
+/* How many kinds there are; as many as fit are copied. */
+ND_API int nd_group_traced(NdGroup* group, NdTraced* out, int capacity);
 
 /* ==== collectives: what each rank passes and gets ==== */
 

@@ -36,11 +36,24 @@ MAY_IMPORT = {
     "_native": {"config", "errors"},
     "_native_replay": {"_native", "torch"},
     "_native_kernels": {"_native", "_native_replay"},
+    "_native_trace": {"_native"},
     "_syscalls": set(),
     "topology": {"errors"},
     "binding": {"_syscalls", "errors", "topology"},
     "memory": {"_native", "config", "errors", "log", "topology", "torch"},
-    "comm": {"_native", "_native_replay", "binding", "config", "errors", "log", "topology", "torch"},
+    "comm": {
+        *(
+            "_native",
+            "_native_replay",
+            "_native_trace",
+            "binding",
+            "config",
+            "errors",
+            "log",
+            "topology",
+            "torch",
+        )
+    },
     "phases": {"_native", "comm", "config", "errors", "log", "topology", "torch"},
     "launch": {"_syscalls", "binding", "config", "errors", "phases", "topology"},
     "kernels": {"_native", "_native_kernels", "_native_replay", "errors", "torch"},
@@ -73,7 +86,12 @@ MAY_IMPORT = {
     },
 }
 MAY_PRINT = ("numadist/commands/", "launch/cli.py", "launch/report.py")
-MAY_USE_CTYPES = {f"numadist/{n}.py" for n in ("_native", "_native_kernels", "_native_replay", "_syscalls")}
+MAY_USE_CTYPES = {
+    *(
+        f"numadist/{n}.py"
+        for n in ("_native", "_native_kernels", "_native_replay", "_native_trace", "_syscalls")
+    )
+}
 # launch builds the environment of its children, so it copies os.environ as a whole.
 MAY_READ_ENVIRON = {"numadist/config.py", "launch/cli.py"}
 

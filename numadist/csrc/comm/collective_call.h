@@ -54,7 +54,10 @@ class CollectiveCall {
     }
     entered_ = true;
     // A look at the clock takes a tenth of a small call, so only who asked for times pays for it.
-    if (g_.timed) begin_ns_ = now_ns();
+    if (g_.timed) {
+      begin_ns_ = now_ns();
+      waited_ns_ = g_.stats.wait_ns;
+    }
     g_.deadline_ns = 0;
     g_.call = NdCall{
         static_cast<uint8_t>(coll), static_cast<uint8_t>(op), static_cast<uint8_t>(dtype), 0, root, bytes};
@@ -69,7 +72,11 @@ class CollectiveCall {
   ~CollectiveCall() {
     if (!locked_) return;
     if (entered_) ++g_.stats.num_calls;
-    if (begin_ns_ != 0) g_.stats.total_ns += now_ns() - begin_ns_;
+    if (begin_ns_ != 0) {
+      const uint64_t ns = now_ns() - begin_ns_;
+      g_.stats.total_ns += ns;
+      if (g_.trace != nullptr) g_.trace->add(g_.call, ns, g_.stats.wait_ns - waited_ns_);
+    }
     g_.mutex->unlock();
   }
   CollectiveCall(const CollectiveCall&) = delete;
@@ -81,7 +88,7 @@ class CollectiveCall {
   NdGroup& g_;
   bool locked_ = false;
   bool entered_ = false;
-  uint64_t begin_ns_ = 0;
+  uint64_t begin_ns_ = 0, waited_ns_ = 0;
 };
 
 // Wait until every peer has published its event `seq`; the first of a collective also compares the calls.

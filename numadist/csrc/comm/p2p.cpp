@@ -326,6 +326,7 @@ int start(NdGroup* group, NdCall call, char* data, int tag, int background, NdRe
     }
   }
   ++mail.num_running;
+  if (g.trace != nullptr) g.trace->add(call, 0, 0);
   *out = r;
   if (call.coll == ND_SEND)
     mail.out[call.root].sends.push(r);

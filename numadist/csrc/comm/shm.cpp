@@ -222,6 +222,7 @@ int nd_group_close(NdGroup* g) {
   if (g->is_rank) me.state.store(kClosed, std::memory_order_release);
   for (int r = 0; r < g->world; ++r) forget(&g->processes[r]);
   if (g->owns_segment) munmap(g->header, g->bytes);
+  delete g->trace;
   g->mutex->~mutex();
   g->report_mutex->~mutex();
   munmap(g, handle_bytes(g));

@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "comm/process.h"
+#include "comm/trace.h"
 #include "nd_core.h"
 
 namespace nd {
@@ -127,7 +128,8 @@ struct NdGroup {
   NdReport report;
   int8_t* peer_state;  // of the report
   NdStats stats;
-  bool timed;  // stats has times too
+  bool timed;        // stats has times too
+  nd::Trace* trace;  // nullptr: not asked for
 };
 
 namespace nd {
