@@ -47,6 +47,11 @@ lib.nd_attention_one_f32.argtypes = [c_int, *lib.nd_attention.argtypes]
 # logits, dtype, rows, cols, row stride, first, out
 lib.nd_argmax.argtypes = [c_void_p, c_int, c_size_t, c_size_t, c_size_t, c_int32, c_void_p]
 lib.nd_skinny_linear_f32.argtypes = lib.nd_skinny_linear.argtypes
+# rows, k
+lib.nd_half_linear_scratch.argtypes = [c_size_t, c_size_t]
+lib.nd_half_linear_scratch.restype = c_size_t
+# isa, dtype, x, blob, bias, y, scratch, rows, n, k, width
+lib.nd_half_linear.argtypes = [c_int, c_int, *[c_void_p] * 5, *[c_size_t] * 4]
 # fast, x, blob, scale, bias, y, rows, n, k
 lib.nd_int8_linear.argtypes = [c_int, *[c_void_p] * 5, *[c_size_t] * 3]
 

@@ -319,6 +319,13 @@ ND_API int nd_skinny_linear(int isa, const void* x, const void* blob, const void
 ND_API int nd_skinny_linear_f32(int isa, const float* x, const float* blob, const float* bias, float* y,
                                 size_t rows, size_t n, size_t k, size_t width);
 
+/* The same for any number of rows on weights of 16 bits in a layout of ours, [ceil(n / width)][k][width]: x, blob,
+ * bias and y of `dtype`, ND_BF16 or ND_F16; all is widened to f32 in registers or in pieces, summed, and rounded
+ * once. width as above. scratch: nd_half_linear_scratch bytes. */
+ND_API size_t nd_half_linear_scratch(size_t rows, size_t k);
+ND_API int nd_half_linear(int isa, int dtype, const void* x, const void* blob, const void* bias, void* y,
+                          void* scratch, size_t rows, size_t n, size_t k, size_t width);
+
 /* The same on int8 weights with a scale a column: y = x * (scale * W)^T + bias, for any number of rows.
  * scale: f32 [n]. blob: [ceil(n / 64)][k / 2][128] bytes of sign (the top bit) and magnitude; a group of 128 holds
  * inputs 2 i and 2 i + 1 of column c of a panel side by side, from byte

@@ -80,3 +80,4 @@ def test_an_unknown_name_is_an_error_that_names_those_there_are(name):
 def test_info_says_that_there_is_a_limit():
     done = run("from numadist.commands.main import main; main(['info'])", "portable")
     assert "instruction sets portable (at most portable, by NUMADIST_MAX_ISA)" in done.stdout, done.stderr
+    assert "bfloat16 weights widened to f32 by our portable kernels" in done.stdout, done.stderr

@@ -7,27 +7,35 @@
 
 #include "isa.h"
 #include "kernels/attention_call.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 namespace nd {
 namespace {
 
 namespace portable {
-constexpr size_t kLanes = 4;
+#define ND_LANES 4
 #include "kernels/attention_f32-inl.h"
+#undef ND_LANES
 }  // namespace portable
 
 #if defined(__x86_64__)
 ND_TARGET_AVX2_BEGIN
 namespace avx2 {
-constexpr size_t kLanes = 8;
+#define ND_LANES 8
 #include "kernels/attention_f32-inl.h"
+#undef ND_LANES
 }  // namespace avx2
 ND_TARGET_END
 
 ND_TARGET_AVX512_BEGIN
 namespace avx512 {
-constexpr size_t kLanes = 16;
+#define ND_LANES 16
 #include "kernels/attention_f32-inl.h"
+#undef ND_LANES
 }  // namespace avx512
 ND_TARGET_END
 #endif
