@@ -119,5 +119,5 @@ def test_attention_agrees_with_plain_loops(build):
     assert "worst error" in run(build("test_attention"), 40)
 
 
-def test_single_queries_in_f32_agree_with_plain_loops(build):
+def test_attention_in_f32_agrees_with_plain_loops(build):
     assert "worst error" in run(build("test_attention_f32"))
