@@ -65,10 +65,7 @@ def _halves() -> str:
 
     from numadist.kernels import half
 
-    return "; ".join(
-        half.kernel_name(dtype) if half.pays(dtype) else f"{str(dtype).removeprefix('torch.')} by oneDNN"
-        for dtype in (torch.bfloat16, torch.float16)
-    )
+    return "; ".join(half.kernel_name(dtype) for dtype in (torch.bfloat16, torch.float16))
 
 
 def _variables() -> str:

@@ -30,8 +30,11 @@ def pays(dtype: torch.dtype) -> bool:
 
 
 def kernel_name(dtype: torch.dtype) -> str:
-    """What runs, for people to read."""
-    return f"{str(dtype).removeprefix('torch.')} weights widened to f32 by our {supported_isas()[0]} kernels"
+    """What multiplies by weights of the dtype in compiled models, for people to read."""
+    name = str(dtype).removeprefix("torch.")
+    if pays(dtype):
+        return f"{name} weights widened to f32 by our {supported_isas()[0]} kernels"
+    return f"{name} weights packed by oneDNN"
 
 
 def panel_width(out_features: int, num_threads: int) -> int:
