@@ -40,20 +40,21 @@ class MaskKind(enum.IntEnum):
     F32 = 3
 
 
-lib.nd_attention_scratch.argtypes = [POINTER(Attention)]
+# isa, dtype, sizes
+lib.nd_attention_scratch.argtypes = [c_int, c_int, POINTER(Attention)]
 lib.nd_attention_scratch.restype = c_size_t
-lib.nd_attention.argtypes = [POINTER(Attention), *[c_void_p] * 6]
-lib.nd_attention_one_f32.argtypes = [c_int, *lib.nd_attention.argtypes]
+# isa, dtype, sizes, q, k, v, mask, out, scratch
+lib.nd_attention.argtypes = [*lib.nd_attention_scratch.argtypes, *[c_void_p] * 6]
 # logits, dtype, rows, cols, row stride, first, out
 lib.nd_argmax.argtypes = [c_void_p, c_int, c_size_t, c_size_t, c_size_t, c_int32, c_void_p]
 lib.nd_skinny_linear_f32.argtypes = lib.nd_skinny_linear.argtypes
+# rows, k
+lib.nd_half_linear_scratch.argtypes = [c_size_t, c_size_t]
+lib.nd_half_linear_scratch.restype = c_size_t
+# isa, dtype, x, blob, bias, y, scratch, rows, n, k, width
+lib.nd_half_linear.argtypes = [c_int, c_int, *[c_void_p] * 5, *[c_size_t] * 4]
 # fast, x, blob, scale, bias, y, rows, n, k
 lib.nd_int8_linear.argtypes = [c_int, *[c_void_p] * 5, *[c_size_t] * 3]
-
-
-def attention_runs() -> bool:
-    """Whether this CPU has the kernel."""
-    return bool(lib.nd_attention_runs())
 
 
 def int8_linear_runs() -> bool:
@@ -61,24 +62,19 @@ def int8_linear_runs() -> bool:
     return bool(lib.nd_int8_linear_runs())
 
 
-def attention_scratch(sizes: Attention) -> int:
+def attention_scratch(isa: int, dtype: int, sizes: Attention) -> int:
     """Bytes of scratch memory a call needs."""
-    return lib.nd_attention_scratch(byref(sizes))
+    return lib.nd_attention_scratch(isa, dtype, byref(sizes))
 
 
-def attention(sizes: Attention, q: int, k: int, v: int, mask: int | None, out: int, scratch: int) -> None:
-    """Addresses of tensors of these sizes.
-
-    Raises: NativeError for sizes it does not take, or on a CPU without the kernel.
-    """
-    call(lib.nd_attention, sizes, q, k, v, mask, out, scratch, what=lambda: _described(sizes))
-
-
-def attention_one_f32(
-    sizes: Attention, q: int, k: int, v: int, mask: int | None, out: int, scratch: int, isa: int = 0
+def attention(
+    isa: int, dtype: int, sizes: Attention, q: int, k: int, v: int, mask: int | None, out: int, scratch: int
 ) -> None:
-    """The same of one query a head in f32, on any CPU; isa: of supported_isas()."""
-    call(lib.nd_attention_one_f32, isa, sizes, q, k, v, mask, out, scratch, what=lambda: _described(sizes))
+    """Addresses of tensors of these sizes; isa: of supported_isas().
+
+    Raises: NativeError for what it does not take.
+    """
+    call(lib.nd_attention, isa, dtype, sizes, q, k, v, mask, out, scratch, what=lambda: _described(sizes))
 
 
 def _described(sizes: Attention) -> str:

@@ -9,6 +9,7 @@ import torch
 from numadist import models
 from numadist.costmodel.measure import kept_profile
 from numadist.costmodel.presets import PRESETS
+from numadist.kernels import half
 from numadist.pipeline.explain import explain
 
 
@@ -51,4 +52,5 @@ def main(argv: Sequence[str]) -> int:
         sequence_parallel=options.sequence_parallel,
     )
     print(text)
+    print(f"compile=True on this machine: {half.kernel_name(dtype)}")
     return 0

@@ -28,6 +28,7 @@ def report() -> list[tuple[str, str]]:
     rows = [
         ("numadist", numadist.__version__),
         ("native core", _or_reason(_native)),
+        ("bf16, f16", _or_reason(_halves)),
         ("python", f"{platform.python_version()} {platform.python_implementation()}"),
         (
             "system",
@@ -56,6 +57,15 @@ def _native() -> str:
     limit = config.config().max_isa
     limited = f" (at most {limit}, by NUMADIST_MAX_ISA)" if limit else ""
     return f"instruction sets {', '.join(_native.supported_isas())}{limited}"
+
+
+def _halves() -> str:
+    """What multiplies by them in compiled models."""
+    import torch
+
+    from numadist.kernels import half
+
+    return "; ".join(half.kernel_name(dtype) for dtype in (torch.bfloat16, torch.float16))
 
 
 def _variables() -> str:

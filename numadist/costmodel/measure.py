@@ -17,6 +17,7 @@ from numadist import binding
 from numadist.costmodel.profile import VERSION, MachineProfile, Table, attention_kind
 from numadist.errors import NumadistError
 from numadist.kernels import attention as kernel
+from numadist.kernels import half
 from numadist.memory.tensors import empty
 from numadist.topology.sysfs import read_machine
 
@@ -143,6 +144,9 @@ def _linear_job(rows: int, dtype: torch.dtype) -> Call:
     """A linear layer with packed weights, as frozen graphs run it."""
     k, n = GEMM_SIZE
     x, weight, bias = torch.randn(rows, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
+    if half.pays(dtype):
+        panels = half.pack(weight)
+        return lambda: half.half_linear(x, panels, bias, n)
     if not torch.backends.mkldnn.is_available():
         return lambda: torch.nn.functional.linear(x, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)

@@ -332,6 +332,13 @@ ND_API int nd_skinny_linear(int isa, const void* x, const void* blob, const void
 ND_API int nd_skinny_linear_f32(int isa, const float* x, const float* blob, const float* bias, float* y,
                                 size_t rows, size_t n, size_t k, size_t width);
 
+/* The same for any number of rows on weights of 16 bits in a layout of ours, [ceil(n / width)][k][width]: x, blob,
+ * bias and y of `dtype`, ND_BF16 or ND_F16; all is widened to f32 in registers or in pieces, summed, and rounded
+ * once. width as above. scratch: nd_half_linear_scratch bytes. */
+ND_API size_t nd_half_linear_scratch(size_t rows, size_t k);
+ND_API int nd_half_linear(int isa, int dtype, const void* x, const void* blob, const void* bias, void* y,
+                          void* scratch, size_t rows, size_t n, size_t k, size_t width);
+
 /* The same on int8 weights with a scale a column: y = x * (scale * W)^T + bias, for any number of rows.
  * scale: f32 [n]. blob: [ceil(n / 64)][k / 2][128] bytes of sign (the top bit) and magnitude; a group of 128 holds
  * inputs 2 i and 2 i + 1 of column c of a panel side by side, from byte
@@ -372,25 +379,20 @@ typedef enum NdMask { ND_MASK_NONE = 0, ND_MASK_BOOL, ND_MASK_BF16, ND_MASK_F32 
 typedef struct NdAttention {
   ptrdiff_t q_stride[3], k_stride[3], v_stride[3], mask_stride[3], out_stride[3];
   int32_t batch, heads, kv_heads, queries, keys;
-  int32_t head_dim;  /* a multiple of 32, at most 256 */
+  int32_t head_dim;  /* a multiple of 16, at most 256 */
   int32_t mask_kind; /* NdMask */
   int32_t causal;    /* query i sees keys 0 to i */
   float scale;
 } NdAttention;
 
-/* 1 if this CPU has a kernel for it that nd_limit_isa allows. */
-ND_API int nd_attention_runs(void);
-ND_API size_t nd_attention_scratch(const NdAttention* sizes);
-/* out = softmax(scale * q k^T + mask) v in bf16; products and softmax in f32, the weights of more than one query
- * rounded to bf16. q, out: [batch, heads, queries, head_dim]. k, v: [batch, kv_heads, keys, head_dim].
- * mask: [batch, heads, queries, keys], true where a query may look, or what is added. A query that sees no key gives
- * zeros. scratch: nd_attention_scratch bytes. -EINVAL for sizes it does not take, -EOPNOTSUPP without a kernel. */
-ND_API int nd_attention(const NdAttention* sizes, const void* q, const void* k, const void* v,
-                        const void* mask, void* out, void* scratch);
-/* The same in f32 of one query a head, on any CPU by the isa-th kernel; head_dim a multiple of 16, no mask of
- * bf16. */
-ND_API int nd_attention_one_f32(int isa, const NdAttention* sizes, const void* q, const void* k,
-                                const void* v, const void* mask, void* out, void* scratch);
+/* Of the isa-th kernel for a dtype, ND_F32, ND_BF16 or ND_F16; 0 for what it does not take. */
+ND_API size_t nd_attention_scratch(int isa, int dtype, const NdAttention* sizes);
+/* out = softmax(scale * q k^T + mask) v; products and softmax in f32, but the products of bf16 from AVX512-BF16 on,
+ * where weights of more than one query are rounded to bf16. q, out: [batch, heads, queries, head_dim]. k, v: [batch,
+ * kv_heads, keys, head_dim]. mask: [batch, heads, queries, keys], true where a query may look, or what is added. A
+ * query that sees no key gives zeros. scratch: nd_attention_scratch bytes. -EINVAL for what it does not take. */
+ND_API int nd_attention(int isa, int dtype, const NdAttention* sizes, const void* q, const void* k,
+                        const void* v, const void* mask, void* out, void* scratch);
 
 #ifdef __cplusplus
 }

@@ -1,7 +1,8 @@
-"""`numadist::attention`: scaled dot product attention in bf16, by AVX512-BF16 products; of single queries also in f32.
+"""`numadist::attention`: scaled dot product attention of prompts and of single queries, in bf16, float16 and f32.
 
 torch 2.13 multiplies bf16 attention in f32 where a CPU has no AMX, computes what a mask hides, and of a single query
-rearranges all keys first. Its code: attention-inl.h, attention_one-inl.h and attention_f32-inl.h in csrc/kernels/.
+rearranges all keys first. Ours multiplies bf16 by AVX512-BF16 where a CPU has it (attention-inl.h, attention_one-inl.h
+in csrc/kernels/), and everything else in f32 on any CPU (attention_wide-inl.h).
 """
 
 import functools
@@ -10,13 +11,14 @@ import torch
 from torch import Tensor
 
 from numadist import _native_kernels as native
-from numadist._native_kernels import MaskKind, attention_runs
+from numadist._native import Dtype
+from numadist._native_kernels import MaskKind
 from numadist._native_replay import contiguous, kept
 from numadist.errors import NativeError
 
 MAX_HEAD_DIM = 256
 
-_KERNELS = {torch.bfloat16: native.attention, torch.float32: native.attention_one_f32}
+_CODES = {torch.bfloat16: int(Dtype.BF16), torch.float16: int(Dtype.F16), torch.float32: int(Dtype.F32)}
 _MASKS = {torch.bool: MaskKind.BOOL, torch.bfloat16: MaskKind.BF16, torch.float32: MaskKind.F32}
 
 _LIBRARY = torch.library.Library("numadist", "FRAGMENT")
@@ -25,46 +27,40 @@ _LIBRARY.define(
 )
 
 
-def fits(head_dim: int, dtype: torch.dtype, mask_dtype: torch.dtype | None) -> bool:
-    """Whether the kernel computes such an attention, on CPUs that have it."""
-    head_fits = head_dim % 32 == 0 and 0 < head_dim <= MAX_HEAD_DIM
-    return head_fits and dtype == torch.bfloat16 and (mask_dtype is None or mask_dtype in _MASKS)
-
-
 def takes(head_dim: int, dtype: torch.dtype, mask_dtype: torch.dtype | None) -> bool:
-    """Whether this CPU has the kernel, and it computes such an attention."""
-    return attention_runs() and fits(head_dim, dtype, mask_dtype)
-
-
-def takes_one(head_dim: int, dtype: torch.dtype, mask_dtype: torch.dtype | None) -> bool:
-    """Whether a kernel of this CPU computes such an attention for one query a head."""
-    fits_f32 = head_dim % 16 == 0 and 0 < head_dim <= MAX_HEAD_DIM and dtype == torch.float32
-    return (fits_f32 and mask_dtype in (None, torch.bool, torch.float32)) or takes(
-        head_dim, dtype, mask_dtype
-    )
+    """Whether the kernels compute such an attention; they run on any CPU."""
+    head_fits = head_dim % 16 == 0 and 0 < head_dim <= MAX_HEAD_DIM
+    return head_fits and dtype in _CODES and (mask_dtype is None or mask_dtype in _MASKS)
 
 
 def pays(head_dim: int, dtype: torch.dtype, mask_dtype: torch.dtype | None, is_causal: bool) -> bool:
-    """Whether the kernel takes this attention, and torch's is slower.
+    """Whether the kernel takes this attention of several queries, and torch's is slower.
 
-    With AMX torch multiplies faster than AVX512-BF16 can, but computes what the mask hides all the same: there only
-    masked attention is taken over.
+    With AMX torch multiplies bf16 faster than AVX512-BF16 can, but computes what the mask hides all the same: there
+    only masked attention is taken over.
     """
     is_masked = is_causal or mask_dtype is not None
-    return takes(head_dim, dtype, mask_dtype) and (is_masked or not torch.cpu._is_amx_tile_supported())
+    torch_multiplies_fast = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    return takes(head_dim, dtype, mask_dtype) and (is_masked or not torch_multiplies_fast)
 
 
 @torch.library.impl(_LIBRARY, "attention", "CPU")
-def _attention(
-    q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+def attention(
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    isa: int = 0,
 ) -> Tensor:
     """[B, H, S, D], laid out as [B, S, H, D]. Query head h reads KV head h // (H // G).
 
     mask: broadcasts to [B, H, S, T]; True where a query may look, or what is added to the scores.
-    Raises: NativeError for what `takes` and, of single queries, `takes_one` refuse.
+    isa: of supported_isas(). Raises: NativeError for what `takes` refuses.
     """
-    kernel = _KERNELS.get(q_BHSD.dtype)
-    if kernel is None or not q_BHSD.dtype == k_BGTD.dtype == v_BGTD.dtype:
+    code = _CODES.get(q_BHSD.dtype)
+    if code is None or not q_BHSD.dtype == k_BGTD.dtype == v_BGTD.dtype:
         raise NativeError(
             f"attention of {q_BHSD.dtype}, {k_BGTD.dtype}, {v_BGTD.dtype}: not of one dtype we have"
         )
@@ -76,6 +72,8 @@ def _attention(
             mask = contiguous(mask.expand(*mask.shape[:-1], k_BGTD.shape[2]))
         mask_sizes, mask_data = (mask.dtype, mask.shape, mask.stride()), mask.data_ptr()
     sizes, scratch_bytes = _sizes(
+        isa,
+        code,
         q_BHSD.shape,
         q_BHSD.stride(),
         k_BGTD.shape,
@@ -87,13 +85,15 @@ def _attention(
     )
     scratch = kept(torch.empty(scratch_bytes, dtype=torch.uint8))
     pointers = q_BHSD.data_ptr(), k_BGTD.data_ptr(), v_BGTD.data_ptr(), mask_data
-    kernel(sizes, *pointers, out.data_ptr(), scratch.data_ptr())
+    native.attention(isa, code, sizes, *pointers, out.data_ptr(), scratch.data_ptr())
     return out
 
 
 # Kept: every layer of every step asks again, and filling the structure takes as long as a small kernel.
 @functools.lru_cache(maxsize=1024)
 def _sizes(
+    isa: int,
+    code: int,
     q_shape: torch.Size,
     q_stride: tuple[int, ...],
     k_shape: torch.Size,
@@ -128,7 +128,7 @@ def _sizes(
         causal=is_causal,
         scale=scale,
     )
-    return sizes, native.attention_scratch(sizes)
+    return sizes, native.attention_scratch(isa, code, sizes)
 
 
 def _expanded(shape: torch.Size, stride: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:

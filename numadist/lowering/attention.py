@@ -33,7 +33,7 @@ def write_attention_of_one_query(gm: GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if node.target is not sdpa.SDPA or (form := sdpa.form(node)) is None:
             continue
-        if kernel.takes_one(form.head_dim, form.dtype, form.mask_dtype):
+        if kernel.takes(form.head_dim, form.dtype, form.mask_dtype):
             _write_ours(gm, node)
 
 

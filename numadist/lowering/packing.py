@@ -1,9 +1,12 @@
-"""Linear layers over weights packed once, in oneDNN's own layout, for every graph that uses them.
+"""Linear layers over weights packed once, in oneDNN's own layout or ours, for every graph that uses them.
 
 Inductor's freezing packs for each compiled graph anew: reading prompts and decoding would hold two copies of the
-weights, and the plain ones too. Here the graph itself asks for oneDNN's linear on a packed buffer.
+weights, and the plain ones too. Here the graph itself asks for oneDNN's linear on a packed buffer; or for ours, where
+oneDNN has no fast products of 16-bit weights.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +15,24 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from numadist.graph import query
+from numadist.graph.cleanup import drop_unused_parameters
 from numadist.graph.query import aten, linear_operands
-from numadist.kernels import int8, skinny
+from numadist.kernels import half, int8, skinny
+from numadist.log import get_logger
+
+log = get_logger(__name__)
 
 # The number of rows oneDNN packs for. With few rows it may choose a layout that is slower at all of them.
 PACKED_FOR_ROWS = 128
 
 _PACKED_LINEAR = torch.ops.mkldnn._linear_pointwise.default
+_HALF_LINEAR = torch.ops.numadist.half_linear.default
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this machine's oneDNN takes weights of the dtype packed."""
+    """Whether weights of the dtype can be packed on this machine, by oneDNN or by us."""
+    if half.pays(dtype):
+        return True
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -60,22 +70,51 @@ def packable_linear(gm: GraphModule, node: Node) -> PackableLinear | None:
 
 def pack_linears(gm: GraphModule) -> None:
     """Give every linear layer of the graph a packed weight, one for all its users."""
+    _pack_those(gm, lambda dtype: True)
+
+
+def pack_halves(gm: GraphModule) -> None:
+    """The same for weights of 16 bits that our kernel takes, for a graph whose others Inductor packs."""
+    if _pack_those(gm, half.pays):
+        gm.graph.eliminate_dead_code()
+        drop_unused_parameters(gm)
+
+
+def has_halves(gm: GraphModule) -> bool:
+    """Whether layers have been packed for our kernel on weights of 16 bits."""
+    return any(n.target is _HALF_LINEAR for n in gm.graph.nodes)
+
+
+def _pack_those(gm: GraphModule, wanted: Callable[[torch.dtype], bool]) -> int:
+    """Pack the weights of wanted dtypes. Returns how many."""
     packed: dict[tuple[str, bool], str] = {}
+    ours: Counter[torch.dtype] = Counter()
     for node in list(gm.graph.nodes):
         linear = packable_linear(gm, node)
-        if linear is None:
+        if linear is None or not wanted(linear.weight.dtype):
             continue
+        is_ours = half.pays(linear.weight.dtype)
         key = linear.name, linear.transposed
         if key not in packed:
             packed[key] = f"packed_{len(packed)}"
-            blob = _pack(linear.weight.detach(), linear.transposed)
-            gm.register_buffer(packed[key], blob, persistent=False)
+            pack = _pack_half if is_ours else _pack
+            gm.register_buffer(packed[key], pack(linear.weight.detach(), linear.transposed), persistent=False)
+        ours[linear.weight.dtype] += is_ours
         with gm.graph.inserting_before(node):
-            args: tuple[Any, ...] = (linear.rows, gm.graph.get_attr(packed[key]), linear.bias, "none", [], "")
-            packed_linear = gm.graph.call_function(_PACKED_LINEAR, args)
-        packed_linear.meta = dict(node.meta)
-        node.replace_all_uses_with(packed_linear)
+            blob = gm.graph.get_attr(packed[key])
+            num_out = linear.weight.shape[1 if linear.transposed else 0]
+            new = (
+                gm.graph.call_function(_HALF_LINEAR, (linear.rows, blob, linear.bias, num_out))
+                if is_ours
+                else gm.graph.call_function(_PACKED_LINEAR, (linear.rows, blob, linear.bias, "none", [], ""))
+            )
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
+    for dtype, count in ours.items():
+        if count:
+            log.info("%d linear layers: %s", count, half.kernel_name(dtype))
+    return len(packed)
 
 
 # What compilation may leave out, so that a sum stands directly behind a linear layer.
@@ -152,6 +191,10 @@ def use_int8_linears(gm: GraphModule) -> None:
         with gm.graph.inserting_before(node):
             weights = [gm.graph.get_attr(name) for name in made[blob.target]]
         node.target, node.args = torch.ops.numadist.int8_linear.default, (rows, *weights, bias)
+
+
+def _pack_half(weight: Tensor, transposed: bool) -> Tensor:
+    return half.pack(weight.t() if transposed else weight)
 
 
 def _pack(weight: Tensor, transposed: bool) -> Tensor:

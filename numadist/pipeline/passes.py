@@ -19,7 +19,13 @@ from numadist.lowering.attention import (
 )
 from numadist.lowering.linears import write_linears
 from numadist.lowering.one_token_attention import use_one_token_attention
-from numadist.lowering.packing import keep_sums_apart, pack_linears, use_int8_linears, use_skinny_linears
+from numadist.lowering.packing import (
+    keep_sums_apart,
+    pack_halves,
+    pack_linears,
+    use_int8_linears,
+    use_skinny_linears,
+)
 
 _EXPORTED = (facts.SIZED,)
 
@@ -56,13 +62,14 @@ STEP = (
 # One rank's graph, for Inductor with frozen weights.
 INFERENCE = (
     Pass(write_linears, "products as Inductor packs and fuses them", leaves=(lowered.LINEARS_WRITTEN,)),
+    Pass(pack_halves, "16-bit weights that no library multiplies fast", keeps=(lowered.LINEARS_WRITTEN,)),
     Pass(write_attention, "our attention where it is faster", keeps=(lowered.LINEARS_WRITTEN,)),
 )
 
 # One rank's step, with weights packed once for reading prompts and for decoding.
 PACKED = (
     Pass(write_linears, "products as oneDNN packs them", leaves=(lowered.LINEARS_WRITTEN,)),
-    Pass(pack_linears, "oneDNN's linear on packed weights", (lowered.LINEARS_WRITTEN,), (lowered.PACKED,)),
+    Pass(pack_linears, "linear layers on packed weights", (lowered.LINEARS_WRITTEN,), (lowered.PACKED,)),
     Pass(
         keep_sums_apart, "sums that freezing would take for biases", (lowered.PACKED,), (lowered.SUMS_APART,)
     ),

@@ -18,6 +18,7 @@ from numadist.graph.capture import CapturedModel, export
 from numadist.graph.passes import run_passes
 from numadist.lowering.compiled_step import CompiledStep
 from numadist.lowering.freezing import compile_frozen
+from numadist.lowering.packing import has_halves
 from numadist.memory.local import local_empty
 from numadist.pipeline import passes
 from numadist.sharding.apply import apply, check_fits
@@ -73,6 +74,7 @@ class LocalModel:
     hidden_dropout: bool = False
     tied_names: Mapping[str, list[str]] = field(default_factory=dict)
     unused_names: frozenset[str] = frozenset()  # of the model's state that its graph does not read
+    has_packed: bool = False  # plain weights have made way for packed ones
 
     @property
     def num_bytes(self) -> int:
@@ -85,6 +87,7 @@ class LocalModel:
         The first call of every combination of input sizes takes the time that compilation takes.
         """
         run_passes(self.gm, passes.INFERENCE)
+        self.has_packed = has_halves(self.gm)
         return compile_frozen(self.gm, one_shape=self.one_shape)
 
     def compile_step(self, int8: bool = False) -> CompiledStep:

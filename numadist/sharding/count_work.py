@@ -113,7 +113,7 @@ class _Counter:
         depth = self.size(query.shape(q)[-1]) + self.size(query.shape(v)[-1])
         moved = sum(self._bytes(n) for n in (q, k, v, node))
         form = sdpa.form(node)
-        fits = form is not None and kernel.fits(form.head_dim, form.dtype, form.mask_dtype)
+        fits = form is not None and kernel.takes(form.head_dim, form.dtype, form.mask_dtype)
         return OpWork(
             node.name,
             "attention",

@@ -308,6 +308,29 @@ def test_packed_weights_are_not_changed_without_a_word(numa_pair, dynamic):
     numa_pair.run(check_packed, dynamic)
 
 
+def check_halves(rank, world, dynamic):
+    import numadist
+    from numadist.kernels import half
+
+    shapes = {"x": {0: torch.export.Dim.DYNAMIC}} if dynamic else None
+    # Where oneDNN has products in float16, Inductor packs them.
+    model, x = Mlp().half().eval(), inputs().half()
+    with torch.no_grad():
+        wanted = model(x)
+    sharded = numadist.shard(model, x, compile=True, dynamic_shapes=shapes)
+    for rows in (x, x[:2]) if dynamic else (x,):
+        torch.testing.assert_close(sharded(rows), wanted[: len(rows)], rtol=2e-3, atol=2e-3)
+    if half.pays(torch.float16):
+        assert all(p.dim() == 1 for p in sharded.parameters()), "plain weights are freed"
+        with pytest.raises(numadist.ShardError, match="can be neither changed nor saved"):
+            sharded.state_dict()
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["one-shape", "any-shape"])
+def test_weights_of_16_bits_are_held_once_and_give_the_same(numa_pair, dynamic):
+    numa_pair.run(check_halves, dynamic)
+
+
 def check_mode(rank, world):
     import numadist
 

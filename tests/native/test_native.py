@@ -82,6 +82,10 @@ def test_linear_layers_in_f32_are_exact_for_every_width_of_panels(build):
     assert "ok" in run(build("test_skinny_f32"))
 
 
+def test_linear_layers_on_16_bits_are_exact_for_every_number_of_rows(build):
+    assert "ok" in run(build("test_half"))
+
+
 def test_int8_layers_are_exact(build):
     assert "ok" in run(build("test_int8"))
 
@@ -115,5 +119,5 @@ def test_attention_agrees_with_plain_loops(build):
     assert "worst error" in run(build("test_attention"), 40)
 
 
-def test_single_queries_in_f32_agree_with_plain_loops(build):
+def test_attention_in_f32_agrees_with_plain_loops(build):
     assert "worst error" in run(build("test_attention_f32"))

@@ -82,7 +82,17 @@ MAY_IMPORT = {
     "simulate": {"costmodel", "errors", "graph", "models", "pipeline", "sharding", "torch", "weights"},
     "commands": {
         *("_native", "binding", "config", "errors", "log", "topology", "torch"),
-        *("compare", "costmodel", "generation", "models", "phases", "pipeline", "simulate", "tune"),
+        *(
+            "compare",
+            "costmodel",
+            "generation",
+            "kernels",
+            "models",
+            "phases",
+            "pipeline",
+            "simulate",
+            "tune",
+        ),
     },
 }
 MAY_PRINT = ("numadist/commands/", "launch/cli.py", "launch/report.py")

@@ -14,7 +14,7 @@ RESULTS = """
 import torch
 from numadist import _native, _native_kernels as native
 from numadist._native import Dtype, Op
-from numadist.kernels import attention, int8
+from numadist.kernels import attention, half, int8
 
 torch.manual_seed(0)
 for dtype, code in [(torch.float32, Dtype.F32), (torch.bfloat16, Dtype.BF16)]:
@@ -27,14 +27,21 @@ panels = w.t().contiguous()  # one panel of 64 columns
 code = _native.lib.nd_skinny_linear_f32(0, x.data_ptr(), panels.data_ptr(), None, y.data_ptr(), 3, 64, 40, 64)
 torch.testing.assert_close(y, x @ w.t(), msg=lambda text: f"skinny, code {code}: {text}")
 
-q, k, v = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 300, 64), torch.randn(1, 2, 300, 64)
-seen = torch.ops.numadist.attention(q, k, v, None, False, 0.125)
-wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-torch.testing.assert_close(seen, wanted, msg=lambda text: f"attention: {text}")
+for queries in (1, 50):
+    q, k, v = torch.randn(1, 4, queries, 64), torch.randn(1, 2, 300, 64), torch.randn(1, 2, 300, 64)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    seen = attention.attention(q, k, v, None, False, 0.125)
+    torch.testing.assert_close(seen, wanted, msg=lambda text: f"attention: {text}")
+    seen = attention.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), None, False, 0.125)
+    torch.testing.assert_close(seen.float(), wanted, rtol=0, atol=2e-2, msg=lambda text: f"bf16: {text}")
 
 has_bf16 = "avx512_bf16" in _native.supported_isas()
-assert native.attention_runs() == has_bf16
-assert attention.takes(64, torch.bfloat16, None) == has_bf16
+assert half.pays(torch.bfloat16) or has_bf16
+x, w = torch.randn(20, 40).bfloat16(), torch.randn(64, 40).bfloat16()
+for rows in (x, x[:3]):
+    seen = torch.ops.numadist.half_linear(rows, half.pack(w), None, 64)
+    wanted = torch.nn.functional.linear(rows.float(), w.float())
+    torch.testing.assert_close(seen.float(), wanted, rtol=8e-3, atol=1e-3, msg=lambda text: f"half: {text}")
 assert has_bf16 or not native.int8_linear_runs()
 assert has_bf16 or not int8.takes(64, torch.bfloat16)
 print(*_native.supported_isas())
@@ -80,3 +87,4 @@ def test_an_unknown_name_is_an_error_that_names_those_there_are(name):
 def test_info_says_that_there_is_a_limit():
     done = run("from numadist.commands.main import main; main(['info'])", "portable")
     assert "instruction sets portable (at most portable, by NUMADIST_MAX_ISA)" in done.stdout, done.stderr
+    assert "bfloat16 weights widened to f32 by our portable kernels" in done.stdout, done.stderr

@@ -125,6 +125,15 @@ inline void pack_values(const uint16_t* v, ptrdiff_t stride, int keys, int dim, 
                           _mm512_or_si512(widened(key, d), _mm512_slli_epi32(widened(key + 1, d), 16)));
 }
 
+// Keys [key, key + keys) of a head.
+inline void pack(const Attention& a, int batch, int kv_head, int key, int keys, void* packed_k,
+                 void* packed_v) {
+  const auto* k = static_cast<const uint16_t*>(a.k) + offset(a.k_stride, batch, kv_head, key);
+  const auto* v = static_cast<const uint16_t*>(a.v) + offset(a.v_stride, batch, kv_head, key);
+  pack_keys(k, a.k_stride[2], keys, a.head_dim, static_cast<uint16_t*>(packed_k));
+  pack_values(v, a.v_stride[2], keys, a.head_dim, static_cast<uint16_t*>(packed_v));
+}
+
 // 2^x for x <= 0; below -127, and for -inf, nothing that a bf16 can hold beside a 1. NaN stays NaN: of a NaN
 // and a number the maximum is its second operand.
 inline Zmm exp2_of(Zmm x) {
@@ -231,9 +240,11 @@ inline void write_rows(const QueryBlock& b, const Attention& a, int rows, uint16
 }
 
 // Queries [begin, begin + rows) of one head; k and v packed.
-inline void attend(const Attention& a, int batch, int head, int begin, int rows, const uint16_t* k,
-                   const uint16_t* v) {
+inline void attend(const Attention& a, int batch, int head, int begin, int rows, const void* packed_k,
+                   const void* packed_v) {
   static thread_local QueryBlock b;
+  const auto* k = static_cast<const uint16_t*>(packed_k);
+  const auto* v = static_cast<const uint16_t*>(packed_v);
   const auto* q = static_cast<const uint16_t*>(a.q) + offset(a.q_stride, batch, head, begin);
   for (int i = 0; i < kQueryBlock; ++i) {  // rows past the last are carried along, and never written
     b.highest[i] = b.now_highest[i] = -INFINITY;

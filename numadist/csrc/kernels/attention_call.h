@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "bf16.h"
+#include "isa.h"
 #include "kernels/team.h"
 
 namespace nd {
@@ -25,11 +26,14 @@ ND_INLINE ptrdiff_t offset(const ptrdiff_t stride[3], int batch, int head, int r
   return batch * stride[0] + head * stride[1] + row * stride[2];
 }
 
+ND_INLINE ptrdiff_t mask_bytes(const NdAttention& a) {  // of an element
+  return a.mask_kind == ND_MASK_F32 ? 4 : a.mask_kind == ND_MASK_BF16 ? 2 : 1;
+}
+
 // The mask of one query of one head from key `key` on, or nullptr.
 ND_INLINE const char* mask_at(const Attention& a, int batch, int head, int query, int key) {
   if (a.mask == nullptr) return nullptr;
-  const ptrdiff_t bytes = a.mask_kind == ND_MASK_F32 ? 4 : a.mask_kind == ND_MASK_BF16 ? 2 : 1;
-  return static_cast<const char*>(a.mask) + (offset(a.mask_stride, batch, head, query) + key) * bytes;
+  return static_cast<const char*>(a.mask) + (offset(a.mask_stride, batch, head, query) + key) * mask_bytes(a);
 }
 
 // Ranges of keys that single queries are cut into.
@@ -51,21 +55,33 @@ ND_INLINE void store_partial(const Partial& p) {
   p.out[-1] = p.sum;
 }
 
-// All query heads of a KV head over keys [begin, end), and the ranges of one query head to its result.
-using AttendRange = void (*)(const Attention& a, int batch, int kv_head, int range, int ranges, int begin,
-                             int end);
-using MergeRanges = void (*)(const Attention& a, int batch, int head, int ranges);
+// What a dtype has on an ISA.
+struct AttentionKernels {
+  // Of one query a head: all query heads of a KV head over keys [begin, end), and the ranges of one query head to its
+  // result.
+  void (*attend_range)(const Attention& a, int batch, int kv_head, int range, int ranges, int begin, int end);
+  void (*merge_ranges)(const Attention& a, int batch, int head, int ranges);
+  // Of more: a block of keys and values as `attend` wants them, and a block of queries over all keys.
+  void (*pack)(const Attention& a, int batch, int kv_head, int key, int keys, void* packed_k, void* packed_v);
+  void (*attend)(const Attention& a, int batch, int head, int begin, int rows, const void* packed_k,
+                 const void* packed_v);
+  size_t packed_bytes;  // of a number
+};
+
+// Those that sum in f32, for ND_F32, ND_BF16 and ND_F16; nullptr for other dtypes.
+const AttentionKernels* wide_attention(Isa isa, int dtype);
 
 // Of one query a head. Threads share out the KV heads and, of long contexts, ranges of their keys.
-inline void attend_single(const Attention& a, AttendRange attend_range, MergeRanges merge_ranges) {
+inline void attend_single(const Attention& a, const AttentionKernels& kernels) {
   const int end = a.causal ? 1 : a.keys, ranges = ranges_of(a), heads = a.batch * a.kv_heads;
   const int range = blocks_of(blocks_of(a.keys, ranges), kKeyBlock) * kKeyBlock;
   for_each_item(heads * ranges, [&](int item) {
     const int head = item / ranges, r = item % ranges, begin = std::min(end, r * range);
-    attend_range(a, head / a.kv_heads, head % a.kv_heads, r, ranges, begin, std::min(end, begin + range));
+    kernels.attend_range(a, head / a.kv_heads, head % a.kv_heads, r, ranges, begin,
+                         std::min(end, begin + range));
   });
   for_each_item(a.batch * a.heads,
-                [&](int item) { merge_ranges(a, item / a.heads, item % a.heads, ranges); });
+                [&](int item) { kernels.merge_ranges(a, item / a.heads, item % a.heads, ranges); });
 }
 
 }  // namespace nd

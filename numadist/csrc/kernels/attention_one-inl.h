@@ -76,6 +76,7 @@ inline void add_block(Partial& p, const Attention& a, int batch, int head, int b
   if (a.mask_kind == ND_MASK_BOOL && hides_all(mask, 0, 1, keys)) return;
   const Zmm scale = _mm512_set1_ps(a.scale * kLog2E);
   Zmm s[kKeyBlock / 16], top = _mm512_set1_ps(-INFINITY);
+  __mmask16 nan = 0;
   for (int j = 0; j < kKeyBlock / 16; ++j) {
     s[j] = _mm512_set1_ps(-INFINITY);
     if (16 * j >= keys) continue;
@@ -83,9 +84,10 @@ inline void add_block(Partial& p, const Attention& a, int batch, int head, int b
                          scale);
     s[j] = masked(s[j], a, mask, 16 * j, keys);
     top = _mm512_max_ps(top, s[j]);
+    nan |= _mm512_cmp_ps_mask(s[j], s[j], _CMP_UNORD_Q);
   }
   const float now = std::max(p.highest, _mm512_reduce_max_ps(top));
-  if (now == -INFINITY) return;  // masks of numbers may hide all keys too
+  if (now == -INFINITY && nan == 0) return;  // masks of numbers may hide all keys too
   alignas(64) float weights[kKeyBlock];
   Zmm sum = _mm512_setzero_ps();
   for (int j = 0; j < kKeyBlock / 16; ++j) {

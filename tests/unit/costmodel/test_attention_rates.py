@@ -12,7 +12,7 @@ from numadist.costmodel.presets import CASCADE_LAKE
 from numadist.costmodel.price import process_s, sharded_s
 from numadist.costmodel.software import NUMADIST
 from numadist.errors import NumadistError
-from numadist.kernels.attention import attention_runs, pays
+from numadist.kernels.attention import pays
 from numadist.pipeline.stages import capture
 from numadist.sharding.build_schema import build_schema
 from numadist.sharding.count_work import work_of
@@ -99,7 +99,6 @@ def test_both_kernels_are_measured_at_the_same_attention(dtype, mask):
     jobs = measure.attention_jobs(40, dtype, mask)
     used = pays(measure.DEPTH, dtype, torch.bool if mask == "dense" else None, mask == "causal")
     assert set(jobs) == {"attention"} | ({"own_attention"} if used else set())
-    assert not used or (attention_runs() and dtype == torch.bfloat16)
     for job in jobs.values():
         torch.testing.assert_close(job().float(), jobs["attention"]().float(), atol=2e-2, rtol=2e-2)
 

@@ -16,8 +16,7 @@ from numadist import models
 from numadist._native import lib
 from numadist._native_replay import Recording, active, address_of, call, contiguous, kept, recording
 from numadist.errors import NativeError
-from numadist.kernels import skinny
-from numadist.lowering.packing import can_pack
+from numadist.kernels import half, skinny
 from numadist.lowering.recorded_step import MAX_RECORDINGS, ReplayedStep
 
 
@@ -34,7 +33,7 @@ def test_recorded_steps_give_the_tokens_of_those_through_python():
     first = tokens()
     step = generator.runner._forward._ready[False, True]
     if not (
-        can_pack(torch.bfloat16) and skinny.panel_width(torch.ops.mkldnn._reorder_linear_weight(weight, 128))
+        half.pays(torch.bfloat16) or skinny.panel_width(torch.ops.mkldnn._reorder_linear_weight(weight, 128))
     ):
         assert not isinstance(step, ReplayedStep), "linear layers of oneDNN note no calls"
         return

@@ -6,12 +6,13 @@ import torch
 from numadist import _native
 from numadist.errors import NativeError
 from numadist.kernels import skinny
-from numadist.lowering.packing import can_pack, use_skinny_linears
+from numadist.lowering.packing import use_skinny_linears
 
 # Whole panels and not, more panels than threads and fewer; whole blocks of 32 inputs and not.
 SHAPES = [(64, 2), (50, 66), (257, 130), (640, 192)]
 packs_bf16 = pytest.mark.skipif(
-    not can_pack(torch.bfloat16), reason="needs a CPU on which oneDNN packs weights in bf16"
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="needs a CPU on which oneDNN packs weights in bf16",
 )
 
 
