@@ -4,9 +4,12 @@ Parts (numadist/graph/repeats.py) take weights and all else they read as inputs,
 keeps them, for other processes and ranks too. Between parts there is a loop in Python, which recorded steps hide.
 """
 
+import functools
+import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +27,7 @@ from torch.fx.node import map_arg
 
 from numadist.graph.repeats import Division, tensor_of
 from numadist.log import get_logger
+from numadist.lowering.one_compiler import shared_out
 from numadist.lowering.packed_ops import write_packed_linears
 
 log = get_logger(__name__)
@@ -122,7 +126,7 @@ class _Compiler:
     def program(self, inputs: Sequence[Tensor], dims: Sequence[Dims]) -> Program:
         placeholders = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
         for node, value, names in zip(placeholders, inputs, dims, strict=True):
-            self.fakes[node] = self._fake_input(value, names)
+            self.fakes[node] = self._fake_input(value, names) if isinstance(value, Tensor) else value
             self._slot(node)
         numbers = [self._number(node) for node in self.division.numbers]
         calls = [(call, self._kind(call)) for call in self.division.calls]
@@ -132,7 +136,8 @@ class _Compiler:
         output = next(iter(reversed(self.gm.graph.nodes)))
         outputs = [self._at(o) for o in torch.utils._pytree.tree_leaves(output.args[0])]
         used_last = self._used_last(output)
-        ready = {kind: self._compile(*kind) for kind in dict.fromkeys(kind for _, kind in calls)}
+        wanted = {kind: f"{self.division.text[kind[0]]}\n{kind[1]}" for _, kind in calls}
+        ready = shared_out(wanted, lambda kind: self._compile(*kind))
         steps = [self._step(call, ready[kind][0], used_last[i]) for i, (call, kind) in enumerate(calls)]
         program = Program(len(self.slots), numbers, steps, outputs)
         program.modules = [ready[kind][1] for _, kind in calls]
@@ -212,6 +217,7 @@ class _Compiler:
             tracing(TracingContext(self.mode)),
             functorch_config.patch(enable_autograd_cache=False),
             inductor_config.patch(_OPTIONS),
+            torch.compiler.config.patch(cache_key_tag=_tag()),  # type: ignore[attr-defined]
         ):
             run = compile_fx(traced.gm, values, inner_compile=inner)
         return run, _module_of(found)
@@ -251,6 +257,17 @@ class _Noting(Interpreter):
     def run_node(self, n: Node) -> Any:
         n.meta["val"] = result = super().run_node(n)
         return result
+
+
+@functools.cache
+def _tag() -> str:
+    """What compiled code depends on and torch does not know: this package, and the limit of instruction sets."""
+    source = hashlib.blake2b(digest_size=8)
+    for folder in ("kernels", "lowering", "comm"):
+        for path in sorted((Path(__file__).parents[1] / folder).glob("*.py")):
+            source.update(path.read_bytes())
+    own = f"numadist {source.hexdigest()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{torch.compiler.config.cache_key_tag} {own}"
 
 
 def _described(value: Any) -> Any:

@@ -135,8 +135,9 @@ class ShardedModel(torch.nn.Module):
 
 
 def _check_not_erased(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Before a state dict. Raises: ShardError if Inductor has thrown the parameters away."""
-    if any(isinstance(p, ErasedTensor) for p in module.parameters()):
+    """Before a state dict. Raises: ShardError if compilation has thrown the parameters away."""
+    assert isinstance(module, ShardedModel)
+    if module._part.packed or any(isinstance(p, ErasedTensor) for p in module.parameters()):
         raise ShardError(PACKED)
 
 
