@@ -53,7 +53,7 @@ MAY_IMPORT = {
         *("binding", "config", "errors", "log", "torch"),
         *("costmodel", "graph", "lowering", "memory", "sharding", "weights"),
     },
-    "models": {"errors", "torch"},
+    "models": {"errors", "torch", "weights"},
     "generation": {"errors", "graph", "kernels", "log", "memory", "phases", "pipeline", "sharding", "torch"},
     "inprocess": {
         *("_native", "binding", "errors", "log", "topology", "torch"),

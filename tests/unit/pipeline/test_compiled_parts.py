@@ -174,7 +174,10 @@ HOLDER = textwrap.dedent(
 def test_a_killed_process_holds_nobody_up(tmp_path, monkeypatch):
     monkeypatch.setattr(one_compiler, "cache_dir", lambda: str(tmp_path))
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert holder.stdout.readline() == "True\n"
     with one_compiler._claimed("a") as mine:
