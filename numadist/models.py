@@ -17,6 +17,9 @@ from typing import Any
 import torch
 
 from numadist.errors import NumadistError
+from numadist.weights.fake import empty_parameters
+from numadist.weights.gguf_header import read_header
+from numadist.weights.load import load_whole
 
 SEED = 0
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -97,12 +100,9 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> torc
     """
     transformers = _transformers()
     if name == "smollm2":
-        # transformers draws a progress bar for GGUF whatever its own switch says; errors still travel as such.
-        with contextlib.redirect_stderr(io.StringIO()):
-            model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-                smollm2_folder(), gguf_file=SMOLLM2_FILE, dtype=dtype
-            )
-        return model.eval()
+        model = smollm2_without_memory(dtype)
+        load_whole(model, smollm2_path())
+        return model
     check_name(name)
     config = config_of(name, **changes)
     torch.manual_seed(SEED)
@@ -191,6 +191,34 @@ def tokenizer(name: str) -> Any | None:
         return None
     with contextlib.redirect_stderr(io.StringIO()):
         return _transformers().AutoTokenizer.from_pretrained(smollm2_folder(), gguf_file=SMOLLM2_FILE)
+
+
+def smollm2_without_memory(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """SmolLM2 for `numadist.shard(..., weights=models.smollm2_path())` and Generator alike, made in a second.
+
+    transformers takes 10 s to read the configuration, and 40 s to widen all weights, of which a rank needs a part.
+    """
+    fields = read_header(smollm2_path()).fields
+    transformers = _transformers()
+    config = transformers.LlamaConfig(
+        num_hidden_layers=fields["llama.block_count"],
+        max_position_embeddings=fields["llama.context_length"],
+        hidden_size=fields["llama.embedding_length"],
+        intermediate_size=fields["llama.feed_forward_length"],
+        num_attention_heads=fields["llama.attention.head_count"],
+        num_key_value_heads=fields["llama.attention.head_count_kv"],
+        head_dim=fields["llama.rope.dimension_count"],
+        rope_theta=fields["llama.rope.freq_base"],
+        rms_norm_eps=fields["llama.attention.layer_norm_rms_epsilon"],
+        vocab_size=fields["llama.vocab_size"],
+        bos_token_id=fields["tokenizer.ggml.bos_token_id"],
+        eos_token_id=fields["tokenizer.ggml.eos_token_id"],
+        pad_token_id=fields["tokenizer.ggml.padding_token_id"],
+        tie_word_embeddings=True,
+    )
+    with empty_parameters():
+        model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
 
 
 def smollm2_folder() -> str:

@@ -1,22 +1,20 @@
-"""The step compiled: one graph for reading prompts, one for decoding, over the same weights."""
+"""The step compiled: one program for reading prompts, one for decoding, over the same weights."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-import torch.fx.experimental._config as shape_config
 from torch import Tensor
 from torch.fx import GraphModule
 
-from numadist.lowering.freezing import freezing
-from numadist.lowering.recorded_step import NewModules, replayed
+from numadist.graph.repeats import divide
+from numadist.lowering.compiled_parts import Dims, Program, compile_parts
+from numadist.lowering.recorded_step import Step, replayed
 
-# Checks of every intermediate tensor, in Python: hundreds a step, as long as a small layer.
-_OPTIONS: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
+# What the code is tuned for, so that any first call makes the same code.
+_HINTS = {"rows": 8, "tokens": 128, "slots": 512}
 
 
 class CompiledStep:
-    """Called as the step graph is; its first calls compile: a graph each for one row or more, one token or more.
+    """Called as the step graph is; first calls compile: a program each for one row or more, one token or more.
 
     No other number of rows, tokens or slots compiles anew.
     """
@@ -28,40 +26,56 @@ class CompiledStep:
         self.decode_bytes = sum(
             t.numel() * t.element_size() for t in own
         )  # of weights that only decoding has
-        self.prefill = torch.compile(prefill, options=_OPTIONS)
-        self.decode = torch.compile(decode, options=_OPTIONS)
-        self._ready: dict[tuple[bool, bool], Any] = {}
+        self.prefill, self.decode = prefill, decode
+        self._divided = {one_token: divide(gm) for one_token, gm in ((False, prefill), (True, decode))}
+        self.programs: dict[tuple[bool, bool, bool], list[Program]] = {}
+        self._running: dict[tuple[bool, bool, bool], Program] = {}
+        self._ready: dict[tuple[bool, bool, bool], Step] = {}
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> Tensor:
-        one_row, one_token = tokens.shape[0] == 1, tokens.shape[1] == 1
-        inputs: Any = (tokens, positions, slots, keys, values)
-        if (ready := self._ready.get((one_row, one_token))) is not None:
-            return ready(*inputs)
-        run = _frozen(self.decode if one_token else self.prefill)
-        for t in (tokens, positions, slots):
-            _mark_dynamic(t, [d for d, one in ((0, one_row), (1, one_token)) if not one])
-        for t in (*keys, *values):
-            _mark_dynamic(t, [2] if one_row else [0, 2])
-        modules = NewModules()
-        # Sizes that happen to be equal in this call are no law.
-        with shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-            logits = run(*inputs)
-        self._ready[one_row, one_token] = replayed(run, modules.found()) if one_token else run
+        num_rows, num_tokens, num_slots = *tokens.shape, keys[0].shape[2]
+        # All slots there are make tensors in one piece, which is another layout.
+        kind = num_rows == 1, num_tokens == 1, keys[0].stride(1) == num_slots * keys[0].shape[3]
+        fixed = dict(zip(_HINTS, kind, strict=True))
+        sizes = {
+            name: size
+            for name, size in zip(_HINTS, (num_rows, num_tokens, num_slots), strict=True)
+            if not fixed[name]
+        }
+        inputs = tokens, positions, slots, keys, values
+        if kind in self._running and self._running[kind].holds_for([*sizes.values()]):
+            return self._ready[kind](*inputs)
+        programs = self.programs.setdefault(kind, [])
+        right = next((p for p in programs if p.holds_for([*sizes.values()])), None)
+        if right is None:
+            hints = sizes if programs else {name: _HINTS[name] for name in sizes}
+            right = self._compiled(kind[1], hints, (tokens, positions, slots, *keys, *values))
+            programs.append(right)
+        step = _Flat(right)
+        self._running[kind] = right
+        self._ready[kind] = replayed(step, right.modules) if kind[1] else step
+        return step(*inputs)
+
+    def _compiled(self, one_token: bool, hints: dict[str, int], inputs: Sequence[Tensor]) -> Program:
+        def named(of: dict[int, str]) -> Dims:
+            return {dim: name for dim, name in of.items() if name in hints}
+
+        small, kv = named({0: "rows", 1: "tokens"}), named({0: "rows", 2: "slots"})
+        dims = [small] * 3 + [kv] * (len(inputs) - 3)
+        gm = self.decode if one_token else self.prefill
+        return compile_parts(gm, self._divided[one_token], inputs, dims, hints)
+
+
+class _Flat:
+    """A program called as the step is."""
+
+    def __init__(self, program: Program):
+        self.program = program
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        (logits,) = self.program([tokens, positions, slots, *keys, *values])
         return logits
-
-
-def _frozen(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Packed weights must be constants of whatever is compiled, and Dynamo asks a global setting for that."""
-
-    def step(*inputs: Any) -> Tensor:
-        with freezing():
-            return run(*inputs)
-
-    return step
-
-
-def _mark_dynamic(t: Tensor, dims: list[int]) -> None:
-    for dim in dims:
-        torch._dynamo.mark_dynamic(t, dim)

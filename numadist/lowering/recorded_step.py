@@ -11,15 +11,15 @@ calls (numadist/_native_replay.py). Code with any other call is run as it is.
 
 import ast
 import inspect
+import re
 import textwrap
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch._inductor.codecache as codecache
 from torch import Tensor
 
 from numadist._native_replay import Recording, active, recording, symbol_of
@@ -34,29 +34,20 @@ _OPERATORS = "skinny_linear", "half_linear", "int8_linear", "attention", "all_re
 _RECORDED = {f"torch.ops.numadist.{op}.default" for op in _OPERATORS}
 # What generated code calls around kernels that touches no data.
 _HARMLESS = {"empty_strided_cpu", "reinterpret_tensor", "args.clear"}
+_ASKS = re.compile(r"arg\d+_1\.(size|stride)")  # of an input
 _ENTRY = "kernel"  # the C name of every kernel of Inductor
 
 Step = Callable[..., Tensor]
 
 
-class NewModules:
-    """The modules of generated code that were loaded since this was made."""
-
-    def __init__(self) -> None:
-        self._before = len(codecache.PyCodeCache.modules)
-
-    def found(self) -> list[ModuleType]:
-        return [m for m in codecache.PyCodeCache.modules[self._before :] if hasattr(m, "Runner")]
-
-
 class ReplayedStep:
     """step(tokens, positions, slots, keys, values), of one token a row, recorded for every size it is called with."""
 
-    def __init__(self, step: Step, module: ModuleType):
-        """module: the generated code that `step` runs; see why_not."""
-        self._step, self._module = step, module
-        kernels = _kernels(module)
-        self._num_calls = sum(name in kernels or name in _RECORDED for name in _called(module))
+    def __init__(self, step: Step, modules: Sequence[ModuleType]):
+        """modules: the generated code that `step` runs, one entry a time that it runs; see why_not."""
+        self._step, self._modules = step, list(dict.fromkeys(modules))
+        calls = {module: _num_native(module) for module in self._modules}
+        self._num_calls = sum(calls[module] for module in modules)
         self._recorded: OrderedDict[tuple[int, ...], tuple[list[Tensor], Tensor, Recording]] = OrderedDict()
         self.num_recorded = self.num_replayed = 0
         self.refused = ""  # why no step is recorded any more
@@ -83,7 +74,7 @@ class ReplayedStep:
     ) -> Tensor:
         # Strides too: another layout is another input for the compiler.
         own = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) for t in small]
-        with recording() as calls, _noting(self._module):
+        with recording() as calls, _noting(self._modules):
             logits = self._step(*own, keys, values)
         if not calls.refused and len(calls) != self._num_calls:
             calls.refused = f"{len(calls)} calls were made, {self._num_calls} are in the code: other code ran"
@@ -100,22 +91,31 @@ class ReplayedStep:
         return logits
 
 
-def replayed(step: Step, modules: list[ModuleType]) -> Step:
+def replayed(step: Step, modules: Sequence[ModuleType | None]) -> Step:
     """The step without Python between its kernels, or as it is where that cannot be.
 
-    modules: the generated code loaded while the step was compiled.
+    modules: the generated code that the step runs, one entry a time that it runs.
     """
-    reason = f"{len(modules)} modules were generated" if len(modules) != 1 else why_not(modules[0])
-    if reason:
+    known = [m for m in modules if m is not None]
+    reasons = [why_not(m) for m in dict.fromkeys(known)] + ["part of it is not known"] * (
+        len(known) < len(modules)
+    )
+    if reason := next(filter(None, reasons), ""):
         log.debug("decode steps are not recorded: %s", reason)
         return step
-    return ReplayedStep(step, modules[0])
+    return ReplayedStep(step, known)
 
 
 def why_not(module: ModuleType) -> str:
     """What in the generated code cannot be recorded; empty if all of it can."""
     other = set(_called(module)) - _RECORDED - _HARMLESS - set(_kernels(module))
+    other = {name for name in other if not _ASKS.fullmatch(name)}
     return f"it calls {', '.join(sorted(other))}" if other else ""
+
+
+def _num_native(module: ModuleType) -> int:
+    kernels = _kernels(module)
+    return sum(name in kernels or name in _RECORDED for name in _called(module))
 
 
 def _called(module: ModuleType) -> list[str]:
@@ -134,16 +134,19 @@ def _kernels(module: ModuleType) -> dict[str, Any]:
 
 
 @contextmanager
-def _noting(module: ModuleType) -> Iterator[None]:
-    """The module's kernels note their calls, and its buffers are kept, on this thread's recording."""
-    replaced: dict[str, Any] = {name: _noted(kernel) for name, kernel in _kernels(module).items()}
-    replaced["empty_strided_cpu"] = _kept(module.empty_strided_cpu)
-    old = {name: getattr(module, name) for name in replaced}
-    vars(module).update(replaced)
+def _noting(modules: Sequence[ModuleType]) -> Iterator[None]:
+    """The modules' kernels note their calls, and their buffers are kept, on this thread's recording."""
+    old: list[tuple[ModuleType, dict[str, Any]]] = []
     try:
+        for module in modules:
+            replaced: dict[str, Any] = {name: _noted(kernel) for name, kernel in _kernels(module).items()}
+            replaced["empty_strided_cpu"] = _kept(module.empty_strided_cpu)
+            old.append((module, {name: getattr(module, name) for name in replaced}))
+            vars(module).update(replaced)
         yield
     finally:
-        vars(module).update(old)
+        for module, before in old:
+            vars(module).update(before)
 
 
 def _noted(kernel: Any) -> Callable[..., None]:

@@ -59,14 +59,14 @@ STEP = (
     Pass(use_grouped_attention, "no copy of the cache", _EXPORTED, (facts.KV_NOT_REPEATED,), _EXPORTED),
 )
 
-# One rank's graph, for Inductor with frozen weights.
+# One rank's graph in which nothing repeats, for Inductor with frozen weights.
 INFERENCE = (
     Pass(write_linears, "products as Inductor packs and fuses them", leaves=(lowered.LINEARS_WRITTEN,)),
     Pass(pack_halves, "16-bit weights that no library multiplies fast", keeps=(lowered.LINEARS_WRITTEN,)),
     Pass(write_attention, "our attention where it is faster", keeps=(lowered.LINEARS_WRITTEN,)),
 )
 
-# One rank's step, with weights packed once for reading prompts and for decoding.
+# One rank's graph with weights packed once: a model of layers, or a step for reading prompts and for decoding.
 PACKED = (
     Pass(write_linears, "products as oneDNN packs them", leaves=(lowered.LINEARS_WRITTEN,)),
     Pass(pack_linears, "linear layers on packed weights", (lowered.LINEARS_WRITTEN,), (lowered.PACKED,)),

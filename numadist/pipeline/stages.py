@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from numadist.graph.capture import CapturedModel, export
 from numadist.graph.passes import run_passes
+from numadist.lowering.compiled_model import CompiledModel, layers_repeat
 from numadist.lowering.compiled_step import CompiledStep
 from numadist.lowering.freezing import compile_frozen
 from numadist.lowering.packing import has_halves
@@ -82,13 +83,19 @@ class LocalModel:
         return sum(p.numel() * p.element_size() for p in self.gm.parameters())
 
     def compile(self) -> Callable[..., Any]:
-        """Last stage: Inductor's C++ with weights packed once.
+        """Last stage: Inductor's C++ with weights packed once; of layers that repeat, one of each kind.
 
         The first call of every combination of input sizes takes the time that compilation takes.
         """
+        if not self.train and layers_repeat(self.gm):
+            return CompiledModel(self.gm, self._pack, self.name)
         run_passes(self.gm, passes.INFERENCE)
         self.has_packed = has_halves(self.gm)
         return compile_frozen(self.gm, one_shape=self.one_shape)
+
+    def _pack(self, gm: GraphModule) -> None:
+        run_passes(gm, passes.PACKED)
+        self.has_packed = True
 
     def compile_step(self, int8: bool = False) -> CompiledStep:
         """Last stage of a step of generation: two graphs over weights packed once. int8: decode on int8 weights."""

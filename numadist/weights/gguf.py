@@ -1,11 +1,14 @@
 """Read slices of a GGUF file straight into this rank's memory, de-quantised on the way.
 
-The package gguf reads the header and knows the quantised formats; transformers knows which tensor is which parameter
+The package gguf knows the quantised formats; transformers knows which tensor is which parameter
 and how it was rearranged. Needs the extra `models`.
 """
 
+import contextlib
+import functools
 import importlib.util
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import Tensor
 from numadist.errors import ShardError
 from numadist.sharding.placement import Shard
 from numadist.weights.checkpoint import Checkpoint
+from numadist.weights.gguf_header import read_header
 from numadist.weights.slices import BUFFER_BYTES, local_slice, pread, row_ranges
 
 # The two largest tensors of any model, which no architecture rearranges: read a few rows at a time.
@@ -29,25 +33,22 @@ class GgufCheckpoint(Checkpoint):
         super().__init__(path, model)
         if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("transformers") is None:
             raise ShardError(f"reading {path} needs the extra: pip install 'numadist[models]'")
-        import gguf
         from transformers import modeling_gguf_pytorch_utils as mapping
 
-        try:
-            reader = gguf.GGUFReader(self.path)
-        except (OSError, ValueError) as e:
-            raise ShardError(f"{path} is no GGUF file: {e}") from None
+        header = read_header(self.path)
         config: Any = getattr(model, "config", None)
-        architecture = str(reader.fields["general.architecture"].contents())
+        architecture = str(header.fields.get("general.architecture"))
         processor_class: Any = mapping.TENSOR_PROCESSORS.get(architecture, mapping.TensorProcessor)
         self._processor: Any = processor_class(config=config.to_dict() if config is not None else {})
         try:
-            names = mapping.get_gguf_hf_weights_map(model, self._processor)
+            with _one_name_map():
+                names = mapping.get_gguf_hf_weights_map(model, self._processor)
         except (NotImplementedError, AttributeError) as e:
             raise ShardError(
                 f"{path}: its tensors cannot be matched with {type(model).__name__}: {e}"
             ) from None
         self._in_parts: set[str] = set()
-        for tensor in reader.tensors:
+        for tensor in header.tensors:
             if tensor.name in names:
                 name = names[tensor.name]
                 if name in self._entries:
@@ -96,6 +97,19 @@ class GgufCheckpoint(Checkpoint):
         values = gguf.dequantize(raw.reshape(count, row_bytes), tensor.tensor_type)
         shape = _shape(tensor)
         return values.reshape(shape if len(shape) == 1 else (-1, *shape[1:]))
+
+
+@contextlib.contextmanager
+def _one_name_map() -> Iterator[None]:
+    """transformers has the package gguf make its table of names anew for every module of a model: 20 s of 400."""
+    import gguf
+
+    made = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(made)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = made
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from numadist.sharding.placement import Shard
 from numadist.sharding.schema import Schema
 from numadist.weights.checkpoint import Checkpoint
 from numadist.weights.fake import is_fake
+from numadist.weights.formats import open_checkpoint
 from numadist.weights.slices import local_slice
 
 # Fresh contiguous memory on the node of this rank.
@@ -86,3 +88,20 @@ def _localize_buffers(gm: GraphModule, allocate: Allocate, file: WeightsFile | N
             else:
                 copy.copy_(buffer)
         set_tensor(gm, name, copies[id(buffer)])
+
+
+def load_whole(model: torch.nn.Module, path: str | Path) -> None:
+    """Give a model without memory for its parameters all of them from a checkpoint; tied ones stay tied."""
+    checkpoint = open_checkpoint(path, model)
+    names_of: dict[int, list[str]] = {}
+    empty = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in empty.items():
+        names_of.setdefault(id(parameter), []).append(name)
+    for names in names_of.values():
+        fake = empty[names[0]]
+        real = torch.empty(fake.shape, dtype=fake.dtype)
+        checkpoint.read_into(real, checkpoint.found(names), Shard({}), 0)
+        parameter = torch.nn.Parameter(real, requires_grad=fake.requires_grad)
+        for name in names:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, parameter)

@@ -88,11 +88,11 @@ def check_replay(rank, world):
     generator = numadist.Generator(model, max_batch_size=2, max_length=60, compile=True)
     prompts = [[5, 6, 7], [11, 12]]
     first = generator.generate(prompts, max_new_tokens=20, eos_token_id=())
-    ready = generator.runner._forward._ready
-    step = ready[False, True]
+    ready = generator.runner._forward._ready  # several rows, one token, all 64 slots there are
+    step = ready[False, True, True]
     if not isinstance(step, ReplayedStep):
         return None  # another CPU's layers note no calls; unit tests say which
-    ready[False, True] = step._step
+    ready[False, True, True] = step._step
     through_python = generator.generate(prompts, max_new_tokens=20, eos_token_id=())
     assert (step.num_recorded, step.num_replayed) == (1, 17)
     if rank == 0:

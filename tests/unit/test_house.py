@@ -66,7 +66,7 @@ MAY_IMPORT = {
         *("binding", "config", "errors", "log", "torch"),
         *("costmodel", "graph", "lowering", "memory", "sharding", "weights"),
     },
-    "models": {"errors", "torch"},
+    "models": {"errors", "torch", "weights"},
     "generation": {
         *("errors", "graph", "kernels", "log", "memory", "phases", "pipeline", "sharding", "torch", "weights")
     },

@@ -6,7 +6,6 @@ import torch
 pytest.importorskip("transformers", reason="needs the extra `models`")
 
 from rank_threads import generators, hugging_face, prompts
-from torch._dynamo.utils import counters
 
 from numadist.kernels import skinny
 from numadist.lowering.one_token_attention import one_token_attention
@@ -30,20 +29,25 @@ def check(generator, name, lengths):
     ids=["gpt2, several rows", "llama, one row"],
 )
 def test_compiled_tokens_equal_hugging_face_and_new_sizes_compile_nothing(name, first, others):
-    torch._dynamo.reset()
     (generator,) = generators(name, 1, max_length=200, compile=True)
-    counters.clear()
     check(generator, name, first)
-    assert counters["stats"]["unique_graphs"] == 2, "one graph reads prompts, one decodes"
-    step = generator.runner._forward._ready[len(first) == 1, True]
+    compiled = generator.runner._forward
+    programs = [p for found in compiled.programs.values() for p in found]
+    assert len(programs) == 2, "one program reads prompts, one decodes"
+    assert [p.num_compiled for p in programs] == [3, 3], (
+        "what precedes the layers, a layer, what follows them"
+    )
+    assert [len(p.modules) for p in programs] == [4, 4], "the layer is called twice"
+    step = compiled._ready[len(first) == 1, True, False]
     # The small Llama has heads of 8 and layers of 72 inputs, which stay with torch.
-    packed = generator.runner._forward.decode._orig_mod.packed_0
+    packed = compiled.decode.packed_0
     recorded = name == "gpt2" and skinny.panel_width(packed) is not None
     assert isinstance(step, ReplayedStep) == recorded
     assert not recorded or step.num_replayed == NEW - 1 - 2, "the first step compiles, the next is recorded"
     for lengths in others:
         check(generator, name, lengths)
-    assert counters["stats"]["unique_graphs"] == 2, "a new number of rows, tokens or slots compiled anew"
+    programs = [p for found in compiled.programs.values() for p in found]
+    assert len(programs) == 2, "a new number of rows, tokens or slots compiled anew"
 
 
 def test_both_phases_hold_the_same_weights_once():
@@ -51,12 +55,12 @@ def test_both_phases_hold_the_same_weights_once():
     (generator,) = generators("llama", 1, compile=True)
     step = generator.runner._forward
     assert can_pack(torch.float32), "this machine's oneDNN packs nothing"
-    prefill, decode = (dict(phase._orig_mod.named_buffers()) for phase in (step.prefill, step.decode))
+    prefill, decode = (dict(phase.named_buffers()) for phase in (step.prefill, step.decode))
     packed = [name for name in prefill if name.startswith("packed_")]
     assert len(packed) == 2 * 7 + 1, "7 linear layers in each of 2 layers, and the head"
     assert all(prefill[name] is decode[name] for name in packed)
-    plain = dict(step.prefill._orig_mod.named_parameters())
-    assert all(p is dict(step.decode._orig_mod.named_parameters())[name] for name, p in plain.items())
+    plain = dict(step.prefill.named_parameters())
+    assert all(p is dict(step.decode.named_parameters())[name] for name, p in plain.items())
     assert [name for name, p in plain.items() if p.dim() > 1] == ["model.model.embed_tokens.weight"]
     held = sum(p.numel() for p in plain.values()) + sum(prefill[name].numel() for name in packed)
     assert held * 4 == whole.local_bytes

@@ -21,7 +21,6 @@ from numadist.lowering.recorded_step import MAX_RECORDINGS, ReplayedStep
 
 
 def test_recorded_steps_give_the_tokens_of_those_through_python():
-    torch._dynamo.reset()
     model = models.build("gpt2-tiny", torch.bfloat16, n_head=3, initializer_range=0.4)
     weight = model.transformer.h[0].mlp.c_fc.weight.t()
     generator = numadist.Generator(model, max_batch_size=3, max_length=150, compile=True)
@@ -31,7 +30,7 @@ def test_recorded_steps_give_the_tokens_of_those_through_python():
         return generator.generate(rows, max_new_tokens=70, eos_token_id=())
 
     first = tokens()
-    step = generator.runner._forward._ready[False, True]
+    step = generator.runner._forward._ready[False, True, False]
     if not (
         half.pays(torch.bfloat16) or skinny.panel_width(torch.ops.mkldnn._reorder_linear_weight(weight, 128))
     ):
@@ -41,7 +40,7 @@ def test_recorded_steps_give_the_tokens_of_those_through_python():
     assert (step.num_recorded, step.num_replayed) == (2, 69 - 1 - 2)
     assert tokens() == first
     assert step.num_recorded == 2
-    generator.runner._forward._ready[False, True] = step._step
+    generator.runner._forward._ready[False, True, False] = step._step
     assert tokens() == first
 
 
@@ -53,7 +52,7 @@ class NoCalls:
 def test_old_recordings_are_dropped():
     code = types.ModuleType("code")
     code.empty_strided_cpu, code.Runner = torch.empty, NoCalls
-    step = ReplayedStep(lambda *inputs: kept(torch.zeros(1)), code)
+    step = ReplayedStep(lambda *inputs: kept(torch.zeros(1)), [code])
     step._recorded.update({(i,): None for i in range(MAX_RECORDINGS)})
     small = [torch.zeros(1, 1, dtype=torch.int64)] * 3
     kv = [torch.zeros(1, 1, 64, 8)]
@@ -71,7 +70,7 @@ def test_a_step_that_runs_other_code_than_was_read_is_not_recorded():
             calls.note(1, ())
         return kept(torch.zeros(1))
 
-    replayed = ReplayedStep(step, code)
+    replayed = ReplayedStep(step, [code])
     small, kv = [torch.zeros(1, 1, dtype=torch.int64)] * 3, [torch.zeros(1, 1, 64, 8)]
     for _ in range(2):
         replayed(*small, kv, kv)

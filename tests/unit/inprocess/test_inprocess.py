@@ -87,10 +87,10 @@ def test_a_model_gives_the_unsharded_answer(compile):
     try:
         with torch.no_grad():
             expected = model(x)
-        for _ in range(3):
-            torch.testing.assert_close(split(x), expected, rtol=1e-5, atol=1e-5)
         shapes = [tuple(dict(g.named_parameters())["0.up.weight"].shape) for g in split.local]
         assert shapes == [(48, 48), (48, 48)]
+        for _ in range(3):
+            torch.testing.assert_close(split(x), expected, rtol=1e-5, atol=1e-5)
     finally:
         split.close()
 

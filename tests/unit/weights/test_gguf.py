@@ -12,22 +12,37 @@ pytest.importorskip("gguf", reason="needs the extra `models`")
 from numadist import models
 from numadist.errors import ShardError
 from numadist.sharding.placement import DimShard, Shard
-from numadist.weights.fake import empty_parameters
 from numadist.weights.gguf import GgufCheckpoint
+from numadist.weights.gguf_header import read_header
 from numadist.weights.slices import local_slice
 
 
 @pytest.fixture(scope="module")
 def smollm2():
     """The model as transformers loads it, and the file opened for a model without memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    whole = models.build("smollm2")
+    folder = models.smollm2_folder()
     with contextlib.redirect_stderr(io.StringIO()):
-        config = AutoConfig.from_pretrained(models.smollm2_folder(), gguf_file=models.SMOLLM2_FILE)
-    with empty_parameters():
-        hollow = AutoModelForCausalLM.from_config(config)
-    return whole, GgufCheckpoint(models.smollm2_path(), hollow)
+        whole = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=models.SMOLLM2_FILE, dtype=torch.float32
+        )
+    return whole.eval(), GgufCheckpoint(models.smollm2_path(), models.smollm2_without_memory())
+
+
+@pytest.mark.slow
+def test_the_packaged_model_is_what_transformers_makes_of_it(smollm2):
+    whole, _ = smollm2
+    ours = models.build("smollm2")
+    seen, truth = ours.state_dict(), whole.state_dict()
+    assert seen.keys() == truth.keys()
+    assert all(torch.equal(seen[name], truth[name]) for name in truth)
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight
+    own = "_model_name_or_path", "_name_or_path", "quantization_config", "unk_token_id"
+    configs = [{k: v for k, v in m.config.to_dict().items() if k not in own} for m in (ours, whole)]
+    assert configs[0] == configs[1]
+    assert ours.generation_config.to_dict() == whole.generation_config.to_dict()
+    assert not ours.training
 
 
 def cut_in_two(shape, dim, at):
@@ -73,3 +88,48 @@ def test_no_gguf_file_is_a_clear_error(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"not gguf at all, but long enough to be read")
     with pytest.raises(ShardError, match="is no GGUF file"):
         GgufCheckpoint(tmp_path / "m.gguf", models.build("llama-tiny"))
+
+
+def small_file(path):
+    """A GGUF file with fields and lists of several types, and two tensors."""
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("llama.block_count", 3)
+    writer.add_float32("llama.rope.freq_base", 0.5)
+    writer.add_bool("tokenizer.ggml.add_bos_token", True)
+    writer.add_string("general.name", "a name")
+    writer.add_array("tokenizer.ggml.tokens", ["one", "", "three"])
+    writer.add_array("tokenizer.ggml.scores", [1.0, 2.0])
+    writer.add_tensor("first", np.arange(12, dtype=np.float32).reshape(3, 4))
+    writer.add_tensor("second", np.arange(7, dtype=np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_header_is_read_as_the_package_gguf_reads_it(tmp_path):
+    import gguf
+
+    small_file(tmp_path / "m.gguf")
+    header, theirs = read_header(tmp_path / "m.gguf"), gguf.GGUFReader(tmp_path / "m.gguf")
+    for name in ("general.architecture", "llama.block_count", "llama.rope.freq_base", "general.name"):
+        assert header.fields[name] == theirs.fields[name].contents()
+    assert header.fields["tokenizer.ggml.add_bos_token"] is True
+    assert (header.fields["tokenizer.ggml.tokens"], header.fields["tokenizer.ggml.scores"]) == (3, 2)
+    seen = [(t.name, t.shape, t.tensor_type, t.n_bytes, t.data_offset) for t in header.tensors]
+    assert seen == [
+        (t.name, tuple(map(int, t.shape)), t.tensor_type, t.n_bytes, t.data_offset) for t in theirs.tensors
+    ]
+
+
+def test_a_file_cut_off_anywhere_is_a_clear_error(tmp_path):
+    small_file(tmp_path / "m.gguf")
+    whole = (tmp_path / "m.gguf").read_bytes()
+    end = max(t.data_offset + t.n_bytes for t in read_header(tmp_path / "m.gguf").tensors)
+    for size in range(end):
+        (tmp_path / "cut.gguf").write_bytes(whole[:size])
+        with pytest.raises(ShardError, match="is no GGUF file"):
+            read_header(tmp_path / "cut.gguf")
