@@ -30,7 +30,7 @@ class CompiledModel:
         self._gm, self._pack, self._name = gm, pack, name
         self._guards = next((getattr(gm, _GUARDS) for n in gm.graph.nodes if n.target == _GUARDS), None)
         self._names = list(gm.graph._codegen.pytree_info.orig_args)  # type: ignore[attr-defined]
-        self._num_positional = gm._in_spec.children_specs[0].num_children
+        self._num_positional = gm._in_spec.child(0).num_children
         inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self._dims = [_named_dims(n) or {} for n in inputs]
         self._division: Division | None = None
