@@ -67,7 +67,8 @@ def one_start(name: str, compile: bool, options: argparse.Namespace, folder: str
     command = [sys.executable, "-m", "numadist.launch.cli", "--nproc-per-socket", str(options.ranks)]
     command += [__file__, "--models", name, "--dtype", options.dtype, "--batch", str(options.batch)]
     command += ["--begin", str(time.time()), *["--compile"] * compile]
-    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+    kept = str(Path(folder) / "numadist")
+    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "NUMADIST_CACHE_DIR": kept}
     run = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     (line,) = [line for line in run.stdout.splitlines() if "{" in line]
     return json.loads(line[line.index("{") :])
