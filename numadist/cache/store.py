@@ -44,21 +44,25 @@ class Store:
             if folder is None:
                 return None
             try:
-                fd = os.open(name + _SUFFIX, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+                return self._checked(folder, name)
             except FileNotFoundError:
                 return None
             except OSError as reason:
                 log.debug("%s in %s is ignored: %s", name, self.folder, reason)
                 return None
-            with open(fd, "rb") as file:
-                why = _distrust(os.fstat(fd), stat.S_ISREG)
-                if why:
-                    self._warn(f"{name}{_SUFFIX} in it {why}")
-                    return None
-                found = self._payload(name, file.read())
-                if found is not None:
+
+    def _checked(self, folder: int, name: str) -> bytes | None:
+        fd = os.open(name + _SUFFIX, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        with open(fd, "rb") as file:
+            why = _distrust(os.fstat(fd), stat.S_ISREG)
+            if why:
+                self._warn(f"{name}{_SUFFIX} in it {why}")
+                return None
+            found = self._payload(name, file.read())
+            if found is not None:
+                with contextlib.suppress(OSError):  # a disk that is only read
                     os.utime(fd)
-                return found
+            return found
 
     def write(self, name: str, payload: bytes) -> None:
         """Put an entry in the place of what the name had."""
@@ -75,7 +79,8 @@ class Store:
                 log.debug("%s is not kept in %s: %s", name, self.folder, reason)
                 with contextlib.suppress(OSError):
                     os.unlink(hidden, dir_fd=folder)
-            self._evict(folder)
+            with contextlib.suppress(OSError):
+                self._evict(folder)
 
     @contextlib.contextmanager
     def claimed(self, name: str, patience_s: float) -> Iterator[None]:

@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # Buffers up to this size count by value. A larger attribute that is no buffer is refused: forward may read it.
 _SMALL_BYTES = 1 << 16
@@ -47,7 +49,9 @@ def model_key(model: torch.nn.Module, *others: Any) -> str:
     digest.words(
         torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_inference_mode_enabled()
     )
-    digest.words(torch.are_deterministic_algorithms_enabled(), torch.get_default_device())
+    digest.words(torch.are_deterministic_algorithms_enabled(), torch.backends.mha.get_fastpath_enabled())
+    if _get_current_function_mode_stack() or _get_current_dispatch_mode_stack():  # type: ignore[no-untyped-call]
+        raise NoKey("a mode around it, which may change every op")
     if any(getattr(torch.nn.modules.module, name, None) for name in _GLOBAL_HOOKS):
         raise NoKey("all modules have hooks")
     try:

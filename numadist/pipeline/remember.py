@@ -21,6 +21,8 @@ log = get_logger(__name__)
 
 # Ranks wait so long for the one that captures, then capture themselves.
 PATIENCE_S = 300.0
+# The entry of a graph that cannot be kept, or of a model that cannot be captured.
+_NOT_KEPT = b"not kept"
 # Parts of this package that decide what a graph is.
 _PARTS = ("cache", "graph", "sharding", "pipeline", "generation")
 
@@ -42,19 +44,31 @@ def remembered(
     if folder is None or name is None:
         return fresh()
     store = Store(folder)
-    gm = _read(store, name, model)
-    if gm is not None:
-        return gm
-    with store.claimed(name, patience_s):
-        gm = _read(store, name, model)  # it may have come while this waited
-        if gm is not None:
-            return gm
+    found = _read(store, name, model)
+    if found is None:
+        with store.claimed(name, patience_s):
+            found = _read(store, name, model)  # it may have come while this waited
+            if found is None:
+                return _captured(fresh, store, name, model)
+    if found == _NOT_KEPT:  # nobody waits for what nobody writes
+        return _captured(fresh, store, name, model)
+    assert isinstance(found, GraphModule)
+    return found
+
+
+def _captured(
+    fresh: Callable[[], GraphModule], store: Store, name: str, model: torch.nn.Module
+) -> GraphModule:
+    """Capture and keep; in the place of a graph that cannot be kept stands that it cannot."""
+    entry = _NOT_KEPT
+    try:
         gm = fresh()
-        try:
-            store.write(name, saved.save(gm, model))
-        except saved.NotSaved as reason:
-            log.debug("the graph of %s is not remembered: %s", type(model).__name__, reason)
-        return gm
+        entry = saved.save(gm, model)
+    except saved.NotSaved as reason:
+        log.debug("the graph of %s is not remembered: %s", type(model).__name__, reason)
+    finally:
+        store.write(name, entry)
+    return gm
 
 
 def _key(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any, train: bool) -> str | None:
@@ -75,11 +89,12 @@ def _own_code() -> str:
     return numadist.__version__ + files_digest(own / part for part in _PARTS)
 
 
-def _read(store: Store, name: str, model: torch.nn.Module) -> GraphModule | None:
+def _read(store: Store, name: str, model: torch.nn.Module) -> GraphModule | bytes | None:
+    """The graph, or _NOT_KEPT; None if nothing is known of it."""
     begin = time.monotonic()
     data = store.read(name)
-    if data is None:
-        return None
+    if data is None or data == _NOT_KEPT:
+        return data
     try:
         gm = saved.load(data, model)
     except saved.NotSaved as reason:

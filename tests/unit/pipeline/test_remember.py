@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sharding"))
 from zoo import ZOO, causal, main_output, make
 
 import numadist.config
+from numadist.errors import ShardError
 from numadist.generation.step import capture_step
 from numadist.graph.capture import as_args
 from numadist.graph.model_key import NoKey, model_key
@@ -385,6 +386,36 @@ def test_of_processes_that_start_together_one_captures(tmp_path):
     said = sorted(rank.communicate()[0].strip() for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     assert said == ["captures 0", "captures 0", "captures 1"]
+
+
+class Table(nn.Module):
+    """Forward makes a constant that is too large to be told from weights."""
+
+    def forward(self, x):
+        return x + torch.tensor(list(range(5000)))
+
+
+def test_nobody_waits_for_a_graph_that_cannot_be_kept(folder, captures, caplog):
+    caplog.set_level(logging.DEBUG, "numadist")
+    x = torch.randn(5000)
+    capture(Table(), (x,))
+    assert "the graph of Table is not remembered: lifted_tensor_0 is neither the model's own" in caplog.text
+    (entry,) = entries(folder)
+    with remember.Store(folder).claimed(entry.stem, 1):  # waiting for it would take minutes
+        assert torch.equal(capture(Table(), (x,)).gm(x), Table()(x))
+    assert len(captures) == 2
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def test_a_model_that_cannot_be_captured_says_so_every_time(folder, captures):
+    for _ in range(2):
+        with pytest.raises(ShardError, match="cannot be captured"):
+            capture(Fails(), (torch.randn(2),))
+    assert len(captures) == 2
 
 
 def test_a_process_does_not_wait_forever_for_another(folder):
