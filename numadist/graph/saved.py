@@ -60,7 +60,9 @@ def save(gm: GraphModule, model: torch.nn.Module) -> bytes:
     guards = getattr(gm, _GUARDS, None)
     try:
         # Torch's private module: whatever another torch changed in it, this graph is then not saved.
-        from torch.fx._graph_pickler import GraphPickler, Options, _GraphPickleData
+        from torch.fx._graph_pickler import Options, _GraphPickleData
+
+        from numadist.graph.saved_values import Pickler
 
         options = Options(ops_filter=None, node_metadata_key_filter=_META.__contains__)
         saved = _Saved(
@@ -71,7 +73,7 @@ def save(gm: GraphModule, model: torch.nn.Module) -> bytes:
             gm.range_constraints,
             dict(gm.meta),
         )
-        return GraphPickler.dumps(saved, options)
+        return Pickler.dumps(saved, options)
     except NotSaved:
         raise
     except Exception as reason:  # whatever a part of the graph raises that cannot be pickled

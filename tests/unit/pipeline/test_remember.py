@@ -23,7 +23,7 @@ from numadist.generation.step import capture_step
 from numadist.graph.capture import as_args
 from numadist.graph.model_key import NoKey, model_key
 from numadist.pipeline import remember
-from numadist.pipeline.stages import capture
+from numadist.pipeline.stages import Site, capture, localize
 from numadist.sharding.build_schema import build_schema
 
 
@@ -134,6 +134,23 @@ def test_a_step_of_generation_takes_any_rows_tokens_and_slots(folder, captures):
     )
     assert torch.equal(seen, truth)
     assert nodes(loaded.gm) == nodes(fresh.gm)
+
+
+def test_what_was_read_compiles_and_trains(folder, captures):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))).eval()
+    rows = ({0: torch.export.Dim("rows", max=64)},)
+    _, loaded = twice(folder, model, (torch.randn(4, 16),), rows)
+    run = localize(loaded, build_schema(loaded, 1), Site(0, None)).compile()
+    for count in (4, 7):
+        x = torch.randn(count, 16)
+        with torch.no_grad():
+            torch.testing.assert_close(run(x), model(x))
+    for _ in range(2):
+        gm = capture(model, (x,), rows, True).gm
+        gradients = [torch.autograd.grad(f(x).sum(), list(model.parameters())) for f in (gm, model)]
+        torch.testing.assert_close(*gradients)
+    assert len(captures) == 2
 
 
 def test_the_file_has_no_weights(folder):
@@ -361,7 +378,7 @@ def test_empty_switches_it_off(tmp_path, monkeypatch, captures):
 
 RANK = """
 import sys, time, torch
-from numadist.pipeline.stages import capture
+from numadist.pipeline.stages import Site, capture, localize
 sys.path.insert(0, sys.argv[1])
 from zoo import ZOO, make, main_output
 count, export = [], torch.export.export
