@@ -3,8 +3,9 @@
     python benchmarks/start.py --ranks 2 --json start.json
     python benchmarks/start.py --models gpt2:6,gpt2:48 --repeats 3
 
-Cold: no compiled code on disk. Warm: the same command again. A model is a name of numadist.models, and perhaps its
-number of layers. Seconds are counted from the command: those of a phase include all before it.
+Cold: no captured graph and no compiled code on disk. Warm: the same command again. A model is a name of
+numadist.models and perhaps its number of layers. Seconds are counted from the command: those of a phase include
+all before it.
 """
 
 import argparse
