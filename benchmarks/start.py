@@ -3,8 +3,9 @@
     python benchmarks/start.py --ranks 2 --json start.json
     python benchmarks/start.py --models gpt2:6,gpt2:48 --repeats 3
 
-Cold: no compiled code on disk. Warm: the same command again. A model is a name of numadist.models, and perhaps its
-number of layers. Seconds are counted from the command: those of a phase include all before it.
+Cold: no captured graph and no compiled code on disk. Warm: the same command again. A model is a name of
+numadist.models and perhaps its number of layers. Seconds are counted from the command: those of a phase include
+all before it.
 """
 
 import argparse
@@ -67,7 +68,8 @@ def one_start(name: str, compile: bool, options: argparse.Namespace, folder: str
     command = [sys.executable, "-m", "numadist.launch.cli", "--nproc-per-socket", str(options.ranks)]
     command += [__file__, "--models", name, "--dtype", options.dtype, "--batch", str(options.batch)]
     command += ["--begin", str(time.time()), *["--compile"] * compile]
-    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+    kept = str(Path(folder) / "numadist")
+    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "NUMADIST_CACHE_DIR": kept}
     run = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     (line,) = [line for line in run.stdout.splitlines() if "{" in line]
     return json.loads(line[line.index("{") :])

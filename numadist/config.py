@@ -6,6 +6,7 @@ Order of precedence everywhere: argument, then NUMADIST_*, then the default in t
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from numadist.errors import ConfigError
@@ -57,6 +58,14 @@ class Config:
         "NUMADIST_ONE_SHOT_BYTES", -1, "Largest one-step all_reduce of 3 and more ranks; -1: from a table."
     )
 
+    # What one start leaves to the next.
+    cache_dir: str = knob(
+        "NUMADIST_CACHE_DIR",
+        "$XDG_CACHE_HOME/numadist",
+        "Folder of captured graphs, for the next start and the other ranks; without XDG_CACHE_HOME it lies in "
+        "`~/.cache`. Empty: nothing is kept.",
+    )
+
     # Diagnosis.
     trace: str = knob(
         "NUMADIST_TRACE",
@@ -70,6 +79,15 @@ class Config:
         "torch's own follow `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`.",
     )
     sysfs: str = knob("NUMADIST_SYSFS", "", "Default of `numarun --sysfs`: a recorded machine to plan for.")
+
+
+def cache_folder() -> Path | None:
+    """Where captured graphs are kept; None if they are not."""
+    where = config().cache_dir
+    if not where:
+        return None
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(where.replace("$XDG_CACHE_HOME", base)).expanduser().absolute()
 
 
 def rows() -> list[tuple[str, str, Any, str]]:

@@ -21,6 +21,8 @@ def pytest_configure():
     isa = os.environ.get("ATEN_CPU_CAPABILITY", "all")
     cache = os.path.join(tempfile.gettempdir(), f"numadist-tests-{os.getuid()}-{isa}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+    # Every test captures for itself; those of the cache have folders of their own.
+    os.environ["NUMADIST_CACHE_DIR"] = ""
 
 
 def expected(report: pytest.TestReport) -> bool:

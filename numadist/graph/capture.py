@@ -51,7 +51,6 @@ def export(
         training has an autograd.Function, whose backward a graph does not have.
     """
     args, kwargs = as_args(example_inputs)
-    one_shape = dynamic_shapes is None
     if isinstance(dynamic_shapes, dict):  # torch.export wants every input named, fixed ones with None
         dynamic_shapes = {**dict.fromkeys(kwargs), **dynamic_shapes}
     try:
@@ -65,6 +64,14 @@ def export(
         ) from e
     gm = program.module()
     assert isinstance(gm, GraphModule)
+    return described(gm, model, example_inputs, dynamic_shapes)
+
+
+def described(
+    gm: GraphModule, model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any
+) -> CapturedModel:
+    """The model's graph, with what else is asked about the model."""
+    _, kwargs = as_args(example_inputs)
     constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
     state_names = frozenset(model.state_dict(keep_vars=True))
     return CapturedModel(
@@ -72,7 +79,7 @@ def export(
         type(model).__name__,
         _tied_names(model),
         constants,
-        one_shape,
+        dynamic_shapes is None,
         persistent_buffers=state_names & {name for name, _ in model.named_buffers(remove_duplicate=False)},
         state_names=state_names,
         training=model.training,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from numadist.graph.capture import CapturedModel, export
+from numadist.graph.capture import CapturedModel, described, export
 from numadist.graph.passes import run_passes
 from numadist.lowering.compiled_model import CompiledModel, layers_repeat
 from numadist.lowering.compiled_step import CompiledStep
@@ -22,6 +22,7 @@ from numadist.lowering.freezing import compile_frozen
 from numadist.lowering.packing import has_halves
 from numadist.memory.local import local_empty
 from numadist.pipeline import passes
+from numadist.pipeline.remember import remembered
 from numadist.sharding.apply import apply, check_fits
 from numadist.sharding.collectives import Emitter
 from numadist.sharding.schema import Schema
@@ -33,10 +34,18 @@ from numadist.weights.load import Allocate, WeightsFile, localize_parameters
 def capture(
     model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = None, train: bool = False
 ) -> CapturedModel:
-    """First stage: the model as one graph, in the form that is planned. Arguments and errors are those of `export`."""
-    captured = export(model, example_inputs, dynamic_shapes, train)
-    run_passes(captured.gm, passes.CAPTURE)
-    return captured
+    """First stage: the model as one graph, in the form that is planned. Arguments and errors are those of `export`.
+
+    A graph that was captured before, of the same code at inputs of the same shapes, is read from the cache folder.
+    """
+
+    def fresh() -> GraphModule:
+        gm = export(model, example_inputs, dynamic_shapes, train).gm
+        run_passes(gm, passes.CAPTURE)
+        return gm
+
+    gm = remembered(fresh, model, example_inputs, dynamic_shapes, train)
+    return described(gm, model, example_inputs, dynamic_shapes)
 
 
 def copy_of(captured: CapturedModel) -> CapturedModel:

@@ -30,3 +30,20 @@ def test_an_unknown_name_is_an_error_that_names_the_nearest():
 def test_a_value_of_the_wrong_type_is_an_error():
     with pytest.raises(ConfigError, match="NUMADIST_SPIN_US must be int, got 'long'"):
         config.load({"NUMADIST_SPIN_US": "long"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/var/xdg"}, Path("/var/xdg/numadist")),
+        ({"XDG_CACHE_HOME": "", "HOME": "/home/me"}, Path("/home/me/.cache/numadist")),
+        ({"NUMADIST_CACHE_DIR": "~/mine", "HOME": "/home/me"}, Path("/home/me/mine")),
+        ({"NUMADIST_CACHE_DIR": ""}, None),
+    ],
+)
+def test_where_captured_graphs_are_kept(monkeypatch, environ, folder):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    known = {name: value for name, value in environ.items() if name.startswith(config.PREFIX)}
+    monkeypatch.setattr(config, "_config", config.load(known))
+    assert config.cache_folder() == folder

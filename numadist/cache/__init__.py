@@ -1,0 +1,1 @@
+"""What is worth keeping from one start to the next, on disk."""
