@@ -153,7 +153,8 @@ def _run(options: Options, plan: Placement, command: list[str], thread_order: tu
     if options.log_dir:
         _make_folder("--log-dir", options.log_dir)
     job_id = os.urandom(8).hex()
-    folder = f"{os.environ.get('TMPDIR', '/tmp')}/numarun_{job_id}"
+    # Absolute: a rank may change its directory before it opens what lies there.
+    folder = os.path.abspath(f"{os.environ.get('TMPDIR', '/tmp')}/numarun_{job_id}")
     _make_folder("TMPDIR", folder)
     try:
         job = Job(job_id, options.master_addr, port or 0, folder, thread_order)

@@ -307,8 +307,10 @@ print(json.dumps([type(store).__name__, x.item(), restart]))
 
 
 def test_ranks_of_one_machine_meet_in_a_file(tmp_path):
-    """So no name is looked up, no store is served, and a restarted job finds an empty one."""
-    done = run(script(tmp_path, MEETING), *TWO, "--max-restarts", "1", env=clean_environment())
+    """So no name is looked up, no store is served, and a restarted job finds an empty one; wherever the script goes."""
+    body = f"os.chdir('/')\n{MEETING}"
+    environ = clean_environment(TMPDIR=".", PYTHONPATH=os.pathsep.join(sys.path))
+    done = run(script(tmp_path, body), *TWO, "--max-restarts", "1", env=environ, cwd=tmp_path)
     assert by_rank(done) == {0: ["FileStore", 3.0, 1], 1: ["FileStore", 3.0, 1]}
 
 
