@@ -31,36 +31,8 @@ struct PanelCall {
   size_t rows, n, k, width;
 };
 
-namespace portable {
-#define ND_LANES 4
-#if defined(__aarch64__)
-constexpr size_t kRegisters = 32;
-#else
-constexpr size_t kRegisters = 16;
-#endif
-#include "kernels/panels-inl.h"
-#undef ND_LANES
-}  // namespace portable
-
-#if defined(__x86_64__)
-ND_TARGET_AVX2_BEGIN
-namespace avx2 {
-#define ND_LANES 8
-constexpr size_t kRegisters = 16;
-#include "kernels/panels-inl.h"
-#undef ND_LANES
-}  // namespace avx2
-ND_TARGET_END
-
-ND_TARGET_AVX512_BEGIN
-namespace avx512 {
-#define ND_LANES 16
-constexpr size_t kRegisters = 32;
-#include "kernels/panels-inl.h"
-#undef ND_LANES
-}  // namespace avx512
-ND_TARGET_END
-#endif
+#define ND_SOURCE "kernels/panels-inl.h"
+#include "kernels/each_isa-inl.h"
 
 using PanelKernel = void (*)(const PanelCall&, size_t panel);
 
@@ -73,16 +45,9 @@ struct Kernels {
 
 #define ND_KERNELS(isa, W) \
   Kernels { isa::panel_rows<isa::W>, isa::widen_row<isa::W>, isa::multiply_piece<isa::W> }
-#if defined(__x86_64__)
-// These have nothing better from AVX-512 on.
-#define ND_BY_ISA(W)                                                                                         \
-  ByIsa<Kernels>(ND_KERNELS(portable, W), ND_KERNELS(avx2, W), ND_KERNELS(avx512, W), ND_KERNELS(avx512, W), \
-                 ND_KERNELS(avx512, W))
-#else
-#define ND_BY_ISA(W) ByIsa<Kernels>(ND_KERNELS(portable, W))
-#endif
 
-constexpr ByIsa<Kernels> kF32 = ND_BY_ISA(F32), kBf16 = ND_BY_ISA(Bf16), kF16 = ND_BY_ISA(F16);
+constexpr ByIsa<Kernels> kF32 = ND_BY_ISA(Kernels, F32), kBf16 = ND_BY_ISA(Kernels, Bf16),
+                         kF16 = ND_BY_ISA(Kernels, F16);
 
 bool is_valid(const PanelCall& call) {
   return call.width > 0 && call.width <= kMaxPanel && call.width % 16 == 0;
