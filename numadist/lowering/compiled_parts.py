@@ -5,7 +5,6 @@ keeps them, for other processes and ranks too. Between parts there is a loop in 
 """
 
 import functools
-import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.node import map_arg
 
+from numadist.graph.model_key import files_digest
 from numadist.graph.repeats import Division, tensor_of
 from numadist.log import get_logger
 from numadist.lowering.one_compiler import shared_out
@@ -262,11 +262,9 @@ class _Noting(Interpreter):
 @functools.cache
 def _tag() -> str:
     """What compiled code depends on and torch does not know: this package, and the limit of instruction sets."""
-    source = hashlib.blake2b(digest_size=8)
-    for folder in ("kernels", "lowering", "comm"):
-        for path in sorted((Path(__file__).parents[1] / folder).glob("*.py")):
-            source.update(path.read_bytes())
-    own = f"numadist {source.hexdigest()} {torch.backends.cpu.get_cpu_capability()}"
+    package = Path(__file__).parents[1]
+    source = files_digest(package / folder for folder in ("kernels", "lowering", "comm"))
+    own = f"numadist {source} {torch.backends.cpu.get_cpu_capability()}"
     return f"{torch.compiler.config.cache_key_tag} {own}"
 
 

@@ -5,7 +5,7 @@ from torch.fx import GraphModule
 from numadist.graph.passes import Fact
 from numadist.graph.sdpa import SDPA
 from numadist.lowering.linears import linear_between_views
-from numadist.lowering.packing import packable_linear, sum_that_freezing_folds
+from numadist.lowering.packing import packable_linear
 
 
 def _unwritten(gm: GraphModule) -> str:
@@ -17,17 +17,10 @@ def _unpacked(gm: GraphModule) -> str:
     return next((f"{name}: its weight is not packed" for name in found), "")
 
 
-def _sums(gm: GraphModule) -> str:
-    return next(
-        (f"{n.name}: a packed linear plus x" for n in gm.graph.nodes if sum_that_freezing_folds(n)), ""
-    )
-
-
 def _attention(gm: GraphModule) -> str:
     return next((n.name for n in gm.graph.nodes if n.target is SDPA), "")
 
 
 LINEARS_WRITTEN = Fact("no linear layer between views", _unwritten)
 PACKED = Fact("linear layers have packed weights", _unpacked)
-SUMS_APART = Fact("no sum is written `linear + x`", _sums)
 NO_SDPA = Fact("no attention of torch's", _attention)

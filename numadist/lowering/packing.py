@@ -117,48 +117,6 @@ def _pack_those(gm: GraphModule, wanted: Callable[[torch.dtype], bool]) -> int:
     return len(packed)
 
 
-# What compilation may leave out, so that a sum stands directly behind a linear layer.
-_MAY_VANISH = {
-    aten.dropout.default,
-    aten.contiguous.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.to.dtype,
-    aten.view.default,
-    aten.reshape.default,
-}
-
-
-def keep_sums_apart(gm: GraphModule) -> None:
-    """Write no sum as `linear + x`: freezing takes that for a layer and its bias, and fails on a packed weight.
-
-    `x + linear` it leaves alone; of two linear layers the sum becomes a - (-b), which has the same bits.
-    """
-    for node in list(gm.graph.nodes):
-        if not sum_that_freezing_folds(node):
-            continue
-        a, b = query.operand(node, 0), query.operand(node, 1)
-        if _is_linear(b):
-            with gm.graph.inserting_before(node):
-                minus_b = gm.graph.call_function(aten.neg.default, (b,))
-            node.target, node.args = aten.sub.Tensor, (a, minus_b)
-        else:
-            node.args = (b, a)
-
-
-def sum_that_freezing_folds(node: Node) -> bool:
-    """A sum of two tensors that begins with a packed linear layer."""
-    is_sum = node.target is aten.add.Tensor and not node.kwargs and isinstance(node.args[1], Node)
-    return is_sum and _is_linear(node.args[0])
-
-
-def _is_linear(node: Any) -> bool:
-    while isinstance(node, Node) and node.target in _MAY_VANISH:
-        node = node.args[0]
-    return isinstance(node, Node) and node.target is _PACKED_LINEAR
-
-
 def use_skinny_linears(gm: GraphModule) -> None:
     """Decode by our own kernel where it reads a layer's packed weights as oneDNN does; other layers stay."""
     for node in list(gm.graph.nodes):

@@ -20,7 +20,6 @@ from numadist.lowering.attention import (
 from numadist.lowering.linears import write_linears
 from numadist.lowering.one_token_attention import use_one_token_attention
 from numadist.lowering.packing import (
-    keep_sums_apart,
     pack_halves,
     pack_linears,
     use_int8_linears,
@@ -70,11 +69,8 @@ INFERENCE = (
 PACKED = (
     Pass(write_linears, "products as oneDNN packs them", leaves=(lowered.LINEARS_WRITTEN,)),
     Pass(pack_linears, "linear layers on packed weights", (lowered.LINEARS_WRITTEN,), (lowered.PACKED,)),
-    Pass(
-        keep_sums_apart, "sums that freezing would take for biases", (lowered.PACKED,), (lowered.SUMS_APART,)
-    ),
-    Pass(drop_unused_parameters, "plain weights are freed", (lowered.PACKED,), keeps=(lowered.SUMS_APART,)),
-    Pass(write_attention, "our attention where it is faster", keeps=(lowered.PACKED, lowered.SUMS_APART)),
+    Pass(drop_unused_parameters, "plain weights are freed", (lowered.PACKED,)),
+    Pass(write_attention, "our attention where it is faster", keeps=(lowered.PACKED,)),
 )
 
 # A copy of the packed step that is called with one token a row.
