@@ -21,6 +21,7 @@ from numadist.topology.cpuset import format_list
 
 BACKLOG = 1024
 SAY_EVERY_S = 5.0
+RETRY_S = 0.2  # while nobody listens
 JOIN_TIMEOUT_S = 600.0  # torchrun's
 
 
@@ -64,7 +65,7 @@ def wait_for(host: str, port: int) -> None:
         if now >= said_s + SAY_EVERY_S:
             said_s = now
             say(f"waiting for machine 0 at {host}:{port} ({reason})")
-        time.sleep(0.2)
+        time.sleep(RETRY_S)
 
 
 def start(sock: socket.socket, host: str, num_machines: int) -> int:

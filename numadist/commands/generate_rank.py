@@ -69,12 +69,11 @@ def _generate(options: Any, began: float) -> None:
         times.append(time.monotonic())
         writer.put(token)
 
-    how = {"do_sample": True, "temperature": options.temperature} if options.temperature else {}
     generator.generate(
         [ids],
         max_new_tokens=options.max_new_tokens,
-        do_sample=how.get("do_sample", False),
-        temperature=how.get("temperature"),
+        do_sample=options.temperature > 0,
+        temperature=options.temperature or None,
         seed=options.seed,
         on_token=on_token,
     )

@@ -3,8 +3,6 @@
 Weights are not read here: each rank reads its slices of them later. Needs the extra `models`.
 """
 
-import importlib
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 
 from numadist.errors import GenerateError
 from numadist.weights.fake import empty_parameters
+from numadist.weights.hugging_face import quiet_transformers
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ def open_pretrained(path: str | Path, dtype: torch.dtype | None = None) -> Pretr
     Raises: GenerateError for a path that holds no such model, or one in a format that numadist does not read.
     """
     place = _place(path)
-    transformers = _transformers()
+    transformers = quiet_transformers(GenerateError)
     config = _found(transformers.AutoConfig, place, "config")
     quantized = getattr(config, "quantization_config", None)
     if quantized is not None:
@@ -54,7 +53,7 @@ def open_pretrained(path: str | Path, dtype: torch.dtype | None = None) -> Pretr
 
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer that lies with the model. Raises: GenerateError where there is none."""
-    return _found(_transformers().AutoTokenizer, _place(path), "tokenizer")
+    return _found(quiet_transformers(GenerateError).AutoTokenizer, _place(path), "tokenizer")
 
 
 @dataclass(frozen=True)
@@ -91,12 +90,3 @@ def _found(auto_class: Any, place: _Place, what: str) -> Any:
         where = place.folder / place.file if place.file else place.folder
         first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise GenerateError(f"{where}: no {what} that transformers reads: {first}") from error
-
-
-def _transformers() -> Any:
-    if importlib.util.find_spec("transformers") is None:
-        raise GenerateError("models need the extra: pip install 'numadist[models]'")
-    transformers: Any = importlib.import_module("transformers")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers

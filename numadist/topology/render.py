@@ -23,7 +23,7 @@ def short_list(numbers: tuple[int, ...]) -> str:
 def summary(machine: Machine) -> str:
     """One line: sockets, nodes, cores, threads and how many CPUs are allowed. Sockets and cores are those allowed."""
     threads = sum(len(core.cpus) for core in machine.cores)
-    homed = {node for domain in machine.domains for node in domain.nodes}
+    homed = _homed(machine)
     forbidden = sum(1 for node in machine.nodes if node.online_cpus and node.id not in homed)
     nodes = plural(len(machine.nodes), "NUMA node")
     if forbidden:
@@ -33,6 +33,11 @@ def summary(machine: Machine) -> str:
         f"{plural(len(machine.cores), 'core')} ({plural(threads, 'thread')}), "
         f"allowed {plural(len(machine.allowed_cpus), 'CPU')}"
     )
+
+
+def _homed(machine: Machine) -> set[int]:
+    """Nodes with CPUs that this process may use."""
+    return {node for domain in machine.domains for node in domain.nodes}
 
 
 def render(machine: Machine) -> str:
@@ -46,7 +51,7 @@ def render(machine: Machine) -> str:
                 lines.append(
                     f"  {_domain_name(domain.nodes)}: cpus {short_list(cpus)}{_memory(machine, domain.nodes)}"
                 )
-    homed = {node for domain in machine.domains for node in domain.nodes}
+    homed = _homed(machine)
     for node in machine.nodes:
         if node.id not in homed:
             reason = "no allowed CPU" if node.online_cpus else "no CPU"

@@ -6,6 +6,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra `mode
 import torch
 from zoo import causal
 
+from numadist import models
 from numadist.pipeline.explain import param_bytes
 from numadist.pipeline.stages import capture
 from numadist.sharding.build_schema import build_schema
@@ -22,16 +23,7 @@ CONFIGS = {
         num_key_value_heads=3,
         tie_word_embeddings=True,
     ),
-    "gpt2": transformers.GPT2Config(),
-    "gemma3-270m": transformers.Gemma3TextConfig(
-        vocab_size=262144,
-        hidden_size=640,
-        intermediate_size=2048,
-        num_hidden_layers=18,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=256,
-    ),
+    **{name: models.config_of(name) for name in ("gpt2", "gemma3-270m", "qwen3-0.6b")},
     "llama3-8b": transformers.LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
@@ -39,16 +31,6 @@ CONFIGS = {
         num_hidden_layers=32,
         num_attention_heads=32,
         num_key_value_heads=8,
-    ),
-    "qwen3-0.6b": transformers.Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
     ),
 }
 LARGE = ("llama3-8b", "qwen3-0.6b")
