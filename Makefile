@@ -30,7 +30,7 @@ test-all:
 test-slow: venv test-packages
 	$(PYTEST) -m 'slow and not nightly' tests/guest tests/native tests/conformance tests/mp tests/unit
 
-# What takes minutes to hours: ten million collectives, forty architectures, quality of int8 weights.
+# What takes minutes to hours: ten million collectives, forty architectures, quality of quantized weights.
 nightly: venv test-packages
 	$(BIN)/python -m pytest -m nightly
 

@@ -41,7 +41,7 @@ from numadist.topology.cpuset import format_list, parse_list
 FOLDER = Path(__file__).parent
 README = FOLDER.parent / "README.md"
 OURS = "numadist"
-OURS_INT8 = "numadist int8"
+OURS_CODES = "numadist {}"
 OURS_ONEDNN = "numadist oneDNN"
 SCRIPTS = {
     "torch.compile": "decode_one_process.py",
@@ -80,7 +80,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32, help="decoded in a round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--int8", action="store_true", help="a row of ours with int8 weights as well")
+    parser.add_argument(
+        "--quantization",
+        nargs="*",
+        default=[],
+        choices=["int8", "int4"],
+        help="rows of ours with such weights as well",
+    )
     parser.add_argument(
         "--onednn", action="store_true", help="a row of ours without its own f32 kernels as well"
     )
@@ -100,9 +106,9 @@ def measure_model(name: str, options, cpus: list[int]) -> list[dict]:
     model = models.build(name, getattr(torch, options.dtype))
     vocabulary = model.config.vocab_size
     generators = {OURS: make_generator(model, options, None)}
-    if options.int8:
+    for quantization in options.quantization:
         model = models.build(name, getattr(torch, options.dtype))
-        generators[OURS_INT8] = make_generator(model, options, "int8")
+        generators[OURS_CODES.format(quantization)] = make_generator(model, options, quantization)
     if options.onednn:
         model = models.build(name, getattr(torch, options.dtype))
         with without_f32_kernels():
@@ -116,7 +122,7 @@ def measure_model(name: str, options, cpus: list[int]) -> list[dict]:
         peers = start_peers(name, prompts, options, cpus) if dist.get_rank() == 0 else {}
         times, foreign = measure_rounds(generators, prompts, options, peers)
         answers = {
-            system: (answer(generator, prompts, options), "int8 weights" if system == OURS_INT8 else "")
+            system: (answer(generator, prompts, options), "codes" if generator.quantization else "")
             for system, generator in generators.items()
         }
         for system, peer in peers.items():

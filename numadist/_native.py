@@ -14,11 +14,11 @@ from pathlib import Path
 from numadist.config import config
 from numadist.errors import ConfigError, NativeError
 
-ABI_VERSION = 16  # ND_ABI_VERSION
+ABI_VERSION = 17  # ND_ABI_VERSION
 MAX_WORLD = 512  # ND_MAX_WORLD
 NODE_WORDS = 16  # ND_NODE_WORDS
 HISTORY = 16  # ND_HISTORY
-ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # as nd_limit_isa takes them
+ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16")  # as nd_limit_isa takes them
 
 
 class Dtype(enum.IntEnum):

@@ -53,13 +53,39 @@ lib.nd_half_linear_scratch.argtypes = [c_size_t, c_size_t]
 lib.nd_half_linear_scratch.restype = c_size_t
 # isa, dtype, x, blob, bias, y, scratch, rows, n, k, width
 lib.nd_half_linear.argtypes = [c_int, c_int, *[c_void_p] * 5, *[c_size_t] * 4]
-# fast, x, blob, scale, bias, y, rows, n, k
-lib.nd_int8_linear.argtypes = [c_int, *[c_void_p] * 5, *[c_size_t] * 3]
 
 
-def int8_linear_runs() -> bool:
-    """Whether this CPU has the fast kernel."""
-    return bool(lib.nd_int8_linear_runs())
+class QuantizedWeights(ctypes.Structure):
+    """NdQuantized: a weight as codes and scales, and how they lie."""
+
+    _fields_ = [
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("order", c_void_p),
+        ("n", c_size_t),
+        ("k", c_size_t),
+        ("groups", c_size_t),
+        ("panel_scale_bytes", c_size_t),
+        ("bits", c_int32),
+        ("kind", c_int32),
+        ("shared", c_int32),
+    ]
+
+
+# rows, groups
+lib.nd_quantized_linear_scratch.argtypes = [c_size_t, c_size_t]
+lib.nd_quantized_linear_scratch.restype = c_size_t
+# isa, dtype, x, weights, bias, y, scratch, rows
+lib.nd_quantized_linear.argtypes = [
+    c_int,
+    c_int,
+    c_void_p,
+    POINTER(QuantizedWeights),
+    *[c_void_p] * 3,
+    c_size_t,
+]
+# dtype, weights, outputs, count, out
+lib.nd_quantized_lookup.argtypes = [c_int, POINTER(QuantizedWeights), c_void_p, c_size_t, c_void_p]
 
 
 def attention_scratch(isa: int, dtype: int, sizes: Attention) -> int:

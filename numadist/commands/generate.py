@@ -29,6 +29,12 @@ def parser() -> argparse.ArgumentParser:
         "--dtype", choices=DTYPES, default="auto", help="auto: the folder's own; float32 of a .gguf"
     )
     made.add_argument(
+        "--quantization",
+        choices=("auto", "none", "int8", "int4"),
+        default="auto",
+        help="auto: weights as the file has them; none: widened; int8, int4: rounded while they are loaded",
+    )
+    made.add_argument(
         "--compile", action="store_true", help="faster tokens, but the first one waits for a compiler"
     )
     made.add_argument(

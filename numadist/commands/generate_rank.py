@@ -59,6 +59,7 @@ def _generate(options: Any, began: float) -> None:
         dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
         max_batch_size=1,
         max_length=int(length) + options.max_new_tokens,
+        quantization=None if options.quantization == "none" else options.quantization,
         compile=options.compile,
     )
     loaded = time.monotonic()

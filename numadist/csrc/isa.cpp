@@ -19,7 +19,7 @@ namespace nd {
 namespace {
 
 // In the order of the enum.
-constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
+constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16"};
 
 #if defined(__x86_64__)
 // The tiles are 8 KiB more to save for every thread: Linux gives them to processes that ask.
@@ -39,7 +39,8 @@ Isa find_argmax() {
   if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")))
     return Isa::kAvx2;
-  if (!__builtin_cpu_supports("avx512bf16")) return Isa::kAvx512;
+  if (!__builtin_cpu_supports("avx512vnni")) return Isa::kAvx512;
+  if (!__builtin_cpu_supports("avx512bf16")) return Isa::kAvx512Vnni;
   return may_use_tiles() ? Isa::kAmxBf16 : Isa::kAvx512Bf16;
 }
 #else

@@ -6,11 +6,11 @@
 namespace nd {
 
 // Each includes those before it.
-enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16 };
+enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmxBf16 };
 
 // Those of this architecture.
 #if defined(__x86_64__)
-constexpr int kNumIsas = 5;
+constexpr int kNumIsas = 6;
 #else
 constexpr int kNumIsas = 1;
 #endif
@@ -58,10 +58,12 @@ class ByIsa {
 
 #define ND_AVX2 "avx2,fma,f16c"
 #define ND_AVX512 ND_AVX2 ",avx512f,avx512bw,avx512dq,avx512vl"
-#define ND_AVX512_BF16 ND_AVX512 ",avx512bf16"
+#define ND_AVX512_VNNI ND_AVX512 ",avx512vnni"
+#define ND_AVX512_BF16 ND_AVX512_VNNI ",avx512bf16"
 // AMX has no macro: its instructions are written in assembler, and what is around them is compiled for AVX-512.
 #define ND_TARGET_AVX2_BEGIN ND_TARGET_BEGIN(ND_AVX2)
 #define ND_TARGET_AVX512_BEGIN ND_TARGET_BEGIN(ND_AVX512)
+#define ND_TARGET_AVX512_VNNI_BEGIN ND_TARGET_BEGIN(ND_AVX512_VNNI)
 #define ND_TARGET_AVX512_BF16_BEGIN ND_TARGET_BF16_BEGIN(ND_AVX512_BF16)
 #define ND_TARGET_AVX512_BF16_VBMI_BEGIN ND_TARGET_BF16_BEGIN(ND_AVX512_BF16 ",avx512vbmi")
 #endif

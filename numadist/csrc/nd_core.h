@@ -29,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ND_ABI_VERSION 16
+#define ND_ABI_VERSION 17
 #define ND_API __attribute__((visibility("default")))
 #define ND_MAX_WORLD 512
 #define ND_HISTORY 16
@@ -88,7 +88,7 @@ typedef enum NdOp { ND_SUM = 0, ND_AVG, ND_PROD, ND_MIN, ND_MAX, ND_BAND, ND_BOR
  * "amx_bf16" is there if Linux lets this process use the tiles, and differs in linear layers only. */
 ND_API const char* nd_isa_name(int i);
 
-/* From here on no kernel is better than `name`: portable, avx2, avx512, avx512_bf16 or amx_bf16, in this order. Best
+/* From here on no kernel is better than `name`: portable, avx2, avx512, avx512_vnni, avx512_bf16 or amx_bf16, in this order. Best
  * called first of all, since a number for nd_isa_name stands for another variant afterwards. What this CPU lacks is no
  * limit. -EINVAL: another name. */
 ND_API int nd_limit_isa(const char* name);
@@ -339,15 +339,44 @@ ND_API size_t nd_half_linear_scratch(size_t rows, size_t k);
 ND_API int nd_half_linear(int isa, int dtype, const void* x, const void* blob, const void* bias, void* y,
                           void* scratch, size_t rows, size_t n, size_t k, size_t width);
 
-/* The same on int8 weights with a scale a column: y = x * (scale * W)^T + bias, for any number of rows.
- * scale: f32 [n]. blob: [ceil(n / 64)][k / 2][128] bytes of sign (the top bit) and magnitude; a group of 128 holds
- * inputs 2 i and 2 i + 1 of column c of a panel side by side, from byte
- *   c / 32 * 64 + c % 16 / 4 * 16 + c % 32 / 16 * 8 + c % 4 * 2
- * fast: by vectors, where nd_int8_linear_runs(); else -EOPNOTSUPP. -EINVAL: an odd k. */
-#define ND_INT8_PANEL 64
-ND_API int nd_int8_linear_runs(void);
-ND_API int nd_int8_linear(int fast, const void* x, const void* blob, const float* scale, const void* bias,
-                          void* y, size_t rows, size_t n, size_t k);
+/* ==== linear layers and tables of quantized weights ==== */
+
+/* Scales of groups of 32 inputs, of every output:
+ *   F16      w = scale * (code - 2^(bits - 1)), scale in f16
+ *   F16_MIN  w = scale * code + minimum, both in f16
+ *   I8_HALF  w = scale * factor * (code - 2^(bits - 1)): factor an int8 of 16 inputs, scale in f16 of 2^shared groups
+ *   U8_MIN   w = scale * factor * code - minimum * other: factors uint8 of a group, both f16 of 2^shared groups */
+typedef enum NdScales {
+  ND_SCALES_F16 = 0,
+  ND_SCALES_F16_MIN,
+  ND_SCALES_I8_HALF,
+  ND_SCALES_U8_MIN,
+  ND_NUM_SCALES
+} NdScales;
+
+/* n outputs of k inputs in panels of 16 outputs; what is past n has scales of zero. A group's codes in 8 steps of 4
+ * inputs: byte 4 * output + i of a step is input 4 * step + i. Of 8 bits: [panels][groups][8][64]. Of 4: [..][4][64],
+ * step 2 s in the low half of the byte, 2 s + 1 in the high one. Of 5: so, and then [64] with the fifth bit of step s
+ * in bit s. Scales: [panels][panel_scale_bytes], that is f16 [groups >> shared, rounded up][scale, minimum][16] and
+ * factors [groups][2][16]. order: which input each of the 32 * groups places takes, -1 for none; NULL: in order, and
+ * places past k take none. 4 bits go with all kinds but I8_HALF, so do 5; 8 with F16 and I8_HALF. */
+typedef struct NdQuantized {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  const int32_t* order;
+  size_t n, k, groups, panel_scale_bytes;
+  int32_t bits, kind, shared;
+} NdQuantized;
+
+/* y = x * W^T + bias by the isa-th kernel; x [rows][k], y [rows][n], bias [n] or NULL, of `dtype`: ND_F32, ND_BF16 or
+ * ND_F16. x is rounded to 8 bits by groups of 32, sums are f32. scratch: nd_quantized_linear_scratch bytes. -EINVAL for
+ * a layout that is none. */
+ND_API size_t nd_quantized_linear_scratch(size_t rows, size_t groups);
+ND_API int nd_quantized_linear(int isa, int dtype, const void* x, const NdQuantized* weights,
+                               const void* bias, void* y, void* scratch, size_t rows);
+/* Outputs by their numbers, as rows of a table: out [count][k] of `dtype`. -ERANGE for a number that is none. */
+ND_API int nd_quantized_lookup(int dtype, const NdQuantized* weights, const int64_t* outputs, size_t count,
+                               void* out);
 
 /* ==== the next token ==== */
 

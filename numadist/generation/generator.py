@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,8 @@ from numadist.generation.peers import Peers, peers_of
 from numadist.generation.pretrained import open_pretrained
 from numadist.generation.runner import Runner
 from numadist.generation.step import CapturedStep
-from numadist.kernels import int8
 from numadist.log import get_logger
+from numadist.pipeline.quantize import Quantization, check_quantization
 from numadist.sharding.schema import Schema
 
 log = get_logger(__name__)
@@ -39,8 +39,9 @@ class Generator:
     max_batch_size: rows that run at a time; more prompts wait their turn. max_length: tokens of a row, prompt and new
     ones together. Both fix the memory of the KV tensors. group, schema, weights: as numadist.shard takes them.
     compile: torch.compile the graphs, with weights packed once for reading prompts and for decoding.
-    quantization: "int8" decodes on int8 weights with a scale per output (weight-only), for compiled bf16 models.
-    Prompts are still read with the bf16 weights, so a rank holds 1.5 times the bytes.
+    quantization: "auto" computes on the codes of a quantized file as they are; None widens them. "int8" and "int4"
+    round the layers and tables of any model while they are loaded, by groups of 32 inputs. Products with codes round
+    their inputs to 8 bits too, as llama.cpp does.
     Raises: GenerateError, ShardError for a model that cannot be captured.
     """
 
@@ -54,7 +55,7 @@ class Generator:
         schema: Schema | None = None,
         weights: str | Path | None = None,
         compile: bool = False,
-        quantization: Literal["int8"] | None = None,
+        quantization: Quantization | None = None,
     ):
         self._make(
             model,
@@ -70,16 +71,20 @@ class Generator:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, dtype: torch.dtype | None = None, **options: Any
+        cls,
+        path: str | Path,
+        dtype: torch.dtype | None = None,
+        quantization: Quantization | None = "auto",
+        **options: Any,
     ) -> "Generator":
         """Of a folder as Hugging Face saves models, or a .gguf file; each rank reads its slices of the weights alone.
 
-        dtype: of the weights in memory; None takes what a folder's config says, float32 for a .gguf file. options:
-        those of the constructor but for weights. Its tokenizer is AutoTokenizer's of the same place.
+        dtype: of activations, and of weights that are no codes; None takes what a folder's config says, float32 for a
+        .gguf file. options: those of the constructor but for weights. Its tokenizer is AutoTokenizer's of the place.
         Raises: GenerateError for a path that holds no causal language model in a format that numadist reads.
         """
         found = open_pretrained(path, dtype)
-        return cls(found.model, weights=found.weights, **options)
+        return cls(found.model, weights=found.weights, quantization=quantization, **options)
 
     @classmethod
     def of_captured(
@@ -103,11 +108,12 @@ class Generator:
         schema: Schema | None = None,
         weights: str | Path | None = None,
         compile: bool = False,
-        quantization: str | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
+        check_quantization(quantization)
         if max_batch_size < 1:
             raise GenerateError(f"max_batch_size must be at least 1, got {max_batch_size}")
-        self.peers = peers
+        self.peers, self.quantization = peers, quantization
         config: Any = model.config
         limit = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
         self.max_length = max_length if max_length is not None else min(limit, DEFAULT_MAX_LENGTH)
@@ -125,7 +131,7 @@ class Generator:
             schema=schema,
             weights=weights,
             compile=compile,
-            int8=_wants_int8(model, quantization, compile),
+            quantization=quantization,
             step=step,
         )
 
@@ -262,22 +268,6 @@ class Generator:
         if self.rank == 0:
             return answer
         return table[:, 1:].clone() if is_tensor else [row[1 : 1 + row[0]] for row in table.tolist()]
-
-
-def _wants_int8(model: torch.nn.Module, quantization: str | None, compile: bool) -> bool:
-    """Whether to quantize. Warns where this machine or the model cannot. Raises: GenerateError."""
-    if quantization is None:
-        return False
-    if quantization != "int8":
-        raise GenerateError(f"quantization must be 'int8' or None, got {quantization!r}")
-    if not compile:
-        raise GenerateError("quantization='int8' needs compile=True: it is a graph of its own for decoding")
-    if not int8.takes(2, next(model.parameters()).dtype):
-        log.warning(
-            "quantization='int8' is left out: it needs a bfloat16 model and a CPU with AVX512-BF16 and AVX512-VBMI"
-        )
-        return False
-    return True
 
 
 def generate(

@@ -19,6 +19,7 @@ from numadist.graph import query
 from numadist.graph.query import aten
 from numadist.log import get_logger
 from numadist.phases.phase import Phase, phase, switch_phase
+from numadist.pipeline.quantize import Quantization
 from numadist.pipeline.shard import check_group
 from numadist.pipeline.stages import Site, checkpoint_of, localize
 from numadist.sharding import rules
@@ -64,12 +65,12 @@ class Runner:
         schema: Schema | None = None,
         weights: str | Path | None = None,
         compile: bool = False,
-        int8: bool = False,
+        quantization: Quantization | None = None,
         step: CapturedStep | None = None,
     ):
         """Split the model over the peers, a collective call. max_tokens: of one row, prompt and new ones together.
 
-        int8: decode on int8 weights. step: the model captured before, which this takes over.
+        quantization: which weights are codes. step: the model captured before, which this takes over.
         """
         self.peers, self.max_rows, self.max_tokens = peers, max_rows, max_tokens
         self.vocabulary_size = _vocabulary_size(model)
@@ -86,13 +87,16 @@ class Runner:
         self.vocabulary = _vocabulary(step, self.schema, peers.rank, stays)
         site = Site(peers.rank, local_heads(peers.emitter) if stays else peers.emitter)
         self.part = localize(
-            step.captured, self.schema, site, checkpoint_of(weights, model, warn=peers.rank == 0)
+            step.captured,
+            self.schema,
+            site,
+            checkpoint_of(weights, model, warn=peers.rank == 0),
+            quantization,
         )
         self.local_bytes = self.part.num_bytes
         self._forward: Callable[..., Tensor] = self.part.gm
         if compile:
-            self._forward = compiled = self.part.compile_step(int8)
-            self.local_bytes += compiled.decode_bytes
+            self._forward = self.part.compile_step()
         # kind, rows and slots of the step; then of every row: its first position, its number of tokens, its only one
         self._header = torch.zeros(8 + 3 * max_rows, dtype=torch.int64)
 

@@ -376,9 +376,7 @@ def _pure(gm: GraphModule, nodes: list[Node]) -> set[Node]:
 
 def _is_weight(gm: GraphModule, node: Node) -> bool:
     t = tensor_of(gm, node)
-    return (
-        isinstance(t, torch.nn.Parameter) or t.is_mkldnn or str(node.target).startswith(("int8_", "packed_"))
-    )
+    return isinstance(t, torch.nn.Parameter) or t.is_mkldnn or str(node.target).startswith("packed_")
 
 
 def _writes(node: Node) -> bool:

@@ -21,11 +21,6 @@ class CompiledStep:
 
     def __init__(self, prefill: GraphModule, decode: GraphModule):
         """prefill, decode: the step for any number of tokens, and for one token a row, over the same weights."""
-        packed = {id(t) for t in prefill.buffers()}
-        own = [t for t in decode.buffers() if id(t) not in packed]
-        self.decode_bytes = sum(
-            t.numel() * t.element_size() for t in own
-        )  # of weights that only decoding has
         self.prefill, self.decode = prefill, decode
         self._divided = {one_token: divide(gm) for one_token, gm in ((False, prefill), (True, decode))}
         self.programs: dict[tuple[bool, bool, bool], list[Program]] = {}

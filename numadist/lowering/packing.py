@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from numadist.graph import query
 from numadist.graph.cleanup import drop_unused_parameters
 from numadist.graph.query import aten, linear_operands
-from numadist.kernels import half, int8, skinny
+from numadist.kernels import half, skinny
 from numadist.log import get_logger
 
 log = get_logger(__name__)
@@ -129,26 +129,6 @@ def use_skinny_linears(gm: GraphModule) -> None:
                 torch.ops.numadist.skinny_linear.default,
                 (rows, blob, bias, packed.shape[0], width),
             )
-
-
-def use_int8_linears(gm: GraphModule) -> None:
-    """Decode on int8 weights made of the packed ones, where the kernel takes them."""
-    made: dict[str, tuple[str, str]] = {}
-    for node in list(gm.graph.nodes):
-        if node.target is not _PACKED_LINEAR:
-            continue
-        rows, blob, bias, *_ = node.args
-        packed = getattr(gm, blob.target)
-        if not int8.takes(packed.shape[1], packed.dtype):
-            continue
-        if blob.target not in made:
-            made[blob.target] = names = f"int8_{len(made)}", f"int8_scale_{len(made)}"
-            q_NK, scale_N = int8.quantize(packed.to_dense())
-            for name, t in zip(names, (int8.pack(q_NK), scale_N), strict=True):
-                gm.register_buffer(name, t, persistent=False)
-        with gm.graph.inserting_before(node):
-            weights = [gm.graph.get_attr(name) for name in made[blob.target]]
-        node.target, node.args = torch.ops.numadist.int8_linear.default, (rows, *weights, bias)
 
 
 def _pack_half(weight: Tensor, transposed: bool) -> Tensor:

@@ -30,7 +30,14 @@ log = get_logger(__name__)
 # Recordings kept, each with the step's intermediate results: rows come and go, and slots grow by 64.
 MAX_RECORDINGS = 8
 
-_OPERATORS = "skinny_linear", "half_linear", "int8_linear", "attention", "all_reduce_"
+_OPERATORS = (
+    "skinny_linear",
+    "half_linear",
+    "quantized_linear",
+    "quantized_embedding",
+    "attention",
+    "all_reduce_",
+)
 _RECORDED = {f"torch.ops.numadist.{op}.default" for op in _OPERATORS}
 # What generated code calls around kernels that touches no data.
 _HARMLESS = {"empty_strided_cpu", "reinterpret_tensor", "args.clear"}

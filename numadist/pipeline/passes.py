@@ -22,7 +22,6 @@ from numadist.lowering.one_token_attention import use_one_token_attention
 from numadist.lowering.packing import (
     pack_halves,
     pack_linears,
-    use_int8_linears,
     use_skinny_linears,
 )
 
@@ -74,14 +73,8 @@ PACKED = (
 )
 
 # A copy of the packed step that is called with one token a row.
-_DECODE_ATTENTION = (
+DECODE = (
     Pass(write_attention_of_one_query, "our attention of single queries", (lowered.PACKED,)),
     Pass(use_one_token_attention, "plain loops for what is left", leaves=(lowered.NO_SDPA,)),
-)
-_SKINNY = Pass(use_skinny_linears, "our product of few rows on oneDNN's weights", (lowered.PACKED,))
-DECODE = (*_DECODE_ATTENTION, _SKINNY)
-DECODE_INT8 = (
-    *_DECODE_ATTENTION,
-    Pass(use_int8_linears, "int8 weights made of the packed ones", (lowered.PACKED,)),
-    _SKINNY,
+    Pass(use_skinny_linears, "our product of few rows on oneDNN's weights", (lowered.PACKED,)),
 )

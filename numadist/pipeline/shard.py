@@ -13,6 +13,7 @@ from numadist.graph.capture import CapturedModel
 from numadist.log import get_logger
 from numadist.pipeline.active_ranks import active_site, members
 from numadist.pipeline.gradients import count_over_ranks
+from numadist.pipeline.quantize import Quantization, check_quantization
 from numadist.pipeline.sharded_model import ShardedModel
 from numadist.pipeline.stages import Site, capture, checkpoint_of, localize
 from numadist.sharding.build_schema import build_schema
@@ -32,6 +33,7 @@ def shard(
     group: dist.ProcessGroup | None = None,
     dynamic_shapes: Any = None,
     weights: str | Path | None = None,
+    quantization: Quantization | None = None,
     compile: bool = False,
     train: bool = False,
 ) -> ShardedModel:
@@ -44,13 +46,16 @@ def shard(
     dynamic_shapes: as torch.export.export takes it, for inputs whose sizes change between calls.
     weights: a .safetensors file or a folder of them, or a .gguf file, for a model made under
         `numadist.empty_parameters()`: only this rank's slices are read, into memory of its node.
+    quantization: "auto" computes on the codes of a quantized file as they are; "int8" and "int4" round all layers and
+        tables while they are loaded. None: on plain numbers, into which codes are widened.
     compile: torch.compile this rank's graph, for inference with weights packed once ("freezing").
     train: give the collectives their backward, and gradients to the parameters that have them in the model. Ranks draw
         the same random numbers. docs/training.md has what is supported.
     Keeps no reference to the full weights; drop yours to free them.
-    Raises: ShardError if the model cannot be captured, no group exists, the schema does not fit, or for compile and
-        train at once.
+    Raises: ShardError if the model cannot be captured, no group exists, the schema does not fit, or for compile or
+        quantization and train at once.
     """
+    check_quantization(quantization, train)
     if compile and train:
         raise ShardError(
             "compile=True packs weights for inference, train=True changes them: choose one of the two"
@@ -65,7 +70,7 @@ def shard(
     log.info("planned %s for %d ranks in %.1f s", captured.name, schema.num_ranks, planned - begin)
     site = _site(captured, schema, pg, train)
     checkpoint = checkpoint_of(weights, model, warn=dist.get_rank(pg) == 0)
-    sharded = ShardedModel(localize(captured, schema, site, checkpoint), pg)
+    sharded = ShardedModel(localize(captured, schema, site, checkpoint, quantization), pg)
     if train:
         count_over_ranks(sharded)
     elif sharded.training and dist.get_rank(pg) == 0:

@@ -20,8 +20,10 @@ from numadist.lowering.compiled_model import CompiledModel, layers_repeat
 from numadist.lowering.compiled_step import CompiledStep
 from numadist.lowering.freezing import compile_frozen
 from numadist.lowering.packing import has_halves
+from numadist.lowering.quantized import reads_codes
 from numadist.memory.local import local_empty
 from numadist.pipeline import passes
+from numadist.pipeline.quantize import Quantization, quantize_parameters
 from numadist.pipeline.remember import remembered
 from numadist.sharding.apply import apply, check_fits
 from numadist.sharding.collectives import Emitter
@@ -99,27 +101,31 @@ class LocalModel:
         if not self.train and layers_repeat(self.gm):
             return CompiledModel(self.gm, self._pack, self.name)
         run_passes(self.gm, passes.INFERENCE)
-        self.has_packed = has_halves(self.gm)
+        self.has_packed |= has_halves(self.gm)
         return compile_frozen(self.gm, one_shape=self.one_shape)
 
     def _pack(self, gm: GraphModule) -> None:
         run_passes(gm, passes.PACKED)
         self.has_packed = True
 
-    def compile_step(self, int8: bool = False) -> CompiledStep:
-        """Last stage of a step of generation: two graphs over weights packed once. int8: decode on int8 weights."""
+    def compile_step(self) -> CompiledStep:
+        """Last stage of a step of generation: two graphs over weights packed once."""
         run_passes(self.gm, passes.PACKED)
         decode = _copied(self.gm)
-        run_passes(decode, passes.DECODE_INT8 if int8 else passes.DECODE)
+        run_passes(decode, passes.DECODE)
         return CompiledStep(self.gm, decode)
 
 
 def localize(
-    captured: CapturedModel, schema: Schema, site: Site, checkpoint: Checkpoint | None = None
+    captured: CapturedModel,
+    schema: Schema,
+    site: Site,
+    checkpoint: Checkpoint | None = None,
+    quantization: Quantization | None = None,
 ) -> LocalModel:
     """Third stage: turn the captured graph, which this takes over, into the graph of one rank, and load its weights.
 
-    checkpoint: where values of parameters without memory are read from.
+    checkpoint: where values of parameters without memory are read from. quantization: which weights become codes.
     Raises: ShardError if the schema does not fit the graph, or a tensor is missing in the checkpoint.
     """
     gm = captured.gm
@@ -131,6 +137,8 @@ def localize(
     file = None
     if checkpoint is not None:
         file = WeightsFile(checkpoint, captured.tied_names, captured.persistent_buffers)
+    if quantization is not None:
+        quantize_parameters(gm, schema, site.rank, site.allocate, file, quantization)
     localize_parameters(gm, schema, site.rank, site.allocate, file, site.train)
     own = gm.state_dict(keep_vars=True)
     return LocalModel(
@@ -145,6 +153,7 @@ def localize(
         captured.hidden_dropout,
         captured.tied_names,
         captured.state_names - frozenset(own),
+        has_packed=any(reads_codes(node) for node in gm.graph.nodes),
     )
 
 

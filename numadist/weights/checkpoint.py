@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from numadist.errors import ShardError
+from numadist.kernels.quantized import Quantized
 from numadist.log import get_logger
-from numadist.sharding.placement import Shard
+from numadist.sharding.placement import Cut, Shard
 
 log = get_logger(__name__)
 
@@ -70,6 +71,16 @@ class Checkpoint(ABC):
 
         Raises: ShardError for a wrong shape.
         """
+
+    def read_codes(
+        self, name: str, shape: tuple[int, ...], is_transposed: bool, rows: Cut | None
+    ) -> Quantized | None:
+        """Outputs of a weight as the file's own codes, of all its inputs; None where the file has plain numbers.
+
+        shape: of the parameter, [K, N] where it is transposed. rows: the outputs that are wanted; None: all.
+        Raises: ShardError for a wrong shape, or codes that stand for no numbers.
+        """
+        return None
 
     def _check_shape(self, out: Tensor, name: str, shape: tuple[int, ...], shard: Shard, rank: int) -> None:
         local = shard.local_shape(shape, rank) if len(shape) == out.dim() else None

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from numadist.errors import ShardError
-from numadist.sharding.placement import Shard
+from numadist.kernels.quantized import Quantized
+from numadist.sharding.placement import Cut, Shard
+from numadist.weights import gguf_blocks
 from numadist.weights.checkpoint import Checkpoint
 from numadist.weights.gguf_header import read_header
 from numadist.weights.slices import BUFFER_BYTES, local_slice, pread, row_ranges
@@ -76,6 +78,56 @@ class GgufCheckpoint(Checkpoint):
         self._check_shape(out, name, tuple(full.shape), shard, rank)
         out.copy_(local_slice(full, shard, rank))
 
+    def read_codes(
+        self, name: str, shape: tuple[int, ...], is_transposed: bool, rows: Cut | None
+    ) -> Quantized | None:
+        """As Checkpoint says; also None where transformers does more to the tensor than to put outputs in order."""
+        tensor = self._entries[name]
+        if (
+            tensor.tensor_type.name not in gguf_blocks.KINDS
+            or name in self._in_parts
+            or len(tensor.shape) != 2
+        ):
+            return None
+        num_out, num_in = _shape(tensor)
+        if (num_in, num_out)[:: 1 if is_transposed else -1] != shape:
+            raise ShardError(
+                f"{self.path}: {name} has shape {(num_out, num_in)}, but the model's parameter is {shape}; the "
+                "checkpoint is for another model"
+            )
+        order = self._outputs(tensor, is_transposed)
+        if order is None:
+            return None
+        if rows is not None:
+            order = torch.cat([order[start:stop] for start, stop in rows])
+        first, last = int(order.min()), int(order.max())
+        raw = torch.frombuffer(self._raw(tensor, first, last - first + 1), dtype=torch.uint8)
+        codes = gguf_blocks.unpack(
+            tensor.tensor_type.name, raw.view(last - first + 1, -1, tensor.block_bytes), num_in
+        )
+        if not codes.scale.isfinite().all():
+            raise ShardError(
+                f"{self.path}: {tensor.name} has scales that are no numbers; the file is damaged"
+            )
+        return codes.outputs(order - first)
+
+    def _outputs(self, tensor: Any, is_transposed: bool) -> Tensor | None:
+        """Which output of the file each of the parameter's is; None where the values change too."""
+        num_out = _num_rows(tensor)
+        if tensor.name in _NEVER_REARRANGED:
+            return torch.arange(num_out)
+        marked = torch.arange(2 * num_out, dtype=torch.float64).view(num_out, 2)
+        done = self._processor.process(weights=marked.numpy(), name=tensor.name)
+        if done.name is None:
+            return None
+        moved = torch.from_numpy(done.weights)
+        if is_transposed:
+            moved = moved.t()
+        if moved.shape != marked.shape or not torch.equal(moved[:, 0] + 1, moved[:, 1]):
+            return None
+        order = (moved[:, 0] / 2).long()
+        return order if torch.equal(order.sort()[0], torch.arange(num_out)) else None
+
     def _read_rows_into(self, out: Tensor, tensor: Any, shard: Shard, rank: int) -> None:
         rows = shard.dims[0].cuts[rank] if 0 in shard.dims else ((0, _num_rows(tensor)),)
         inner = Shard({dim: s for dim, s in shard.dims.items() if dim > 0})
@@ -90,13 +142,16 @@ class GgufCheckpoint(Checkpoint):
         import gguf
         import numpy as np
 
-        row_bytes = tensor.n_bytes // _num_rows(tensor)
-        offset = tensor.data_offset + start * row_bytes
-        with open(self.path, "rb", buffering=0) as file:
-            raw = np.frombuffer(pread(file.fileno(), offset, count * row_bytes, self.path), dtype=np.uint8)
-        values = gguf.dequantize(raw.reshape(count, row_bytes), tensor.tensor_type)
+        raw = np.frombuffer(self._raw(tensor, start, count), dtype=np.uint8)
+        values = gguf.dequantize(raw.reshape(count, -1), tensor.tensor_type)
         shape = _shape(tensor)
         return values.reshape(shape if len(shape) == 1 else (-1, *shape[1:]))
+
+    def _raw(self, tensor: Any, start: int, count: int) -> bytearray:
+        """Rows as they are in the file."""
+        row_bytes = tensor.n_bytes // _num_rows(tensor)
+        with open(self.path, "rb", buffering=0) as file:
+            return pread(file.fileno(), tensor.data_offset + start * row_bytes, count * row_bytes, self.path)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,13 @@ class GgufTensor:
     n_bytes: int
     data_offset: int
 
+    @property
+    def block_bytes(self) -> int:
+        """Of a block of numbers."""
+        from gguf.constants import GGML_QUANT_SIZES
+
+        return int(GGML_QUANT_SIZES[self.tensor_type][1])
+
 
 @dataclass(frozen=True)
 class GgufHeader:
@@ -110,4 +117,8 @@ class _Reader:
         shape = tuple(self.number("Q") for _ in range(self.number("I")))
         kind = GGMLQuantizationType(self.number("I"))
         block, block_bytes = GGML_QUANT_SIZES[kind]
+        if shape and shape[0] % block:
+            raise ValueError(
+                f"{name} has rows of {shape[0]} numbers in {kind.name}, whose blocks have {block}"
+            )
         return name, shape, kind, math.prod(shape) // block * block_bytes, self.number("Q")

@@ -86,8 +86,8 @@ def test_linear_layers_on_16_bits_are_exact_for_every_number_of_rows(build):
     assert "ok" in run(build("test_half"))
 
 
-def test_int8_layers_are_exact(build):
-    assert "ok" in run(build("test_int8"))
+def test_layers_and_lookups_on_quantized_weights_are_exact(build):
+    assert "ok" in run(build("test_quantized"))
 
 
 def soak(build, world: int, calls: int, soak_s: int, seed: int) -> tuple[int, int]:

@@ -61,11 +61,11 @@ MAY_IMPORT = {
     "cache": {"log"},
     "graph": {"errors", "torch"},
     "sharding": {"costmodel", "errors", "graph", "kernels", "log", "torch"},
-    "weights": {"errors", "graph", "log", "sharding", "torch"},
+    "weights": {"errors", "graph", "kernels", "log", "sharding", "torch"},
     "lowering": {"_native_replay", "graph", "kernels", "log", "torch"},
     "pipeline": {
         *("binding", "cache", "config", "errors", "log", "torch"),
-        *("costmodel", "graph", "lowering", "memory", "sharding", "weights"),
+        *("costmodel", "graph", "kernels", "lowering", "memory", "sharding", "weights"),
     },
     "models": {"errors", "torch", "weights"},
     "generation": {

@@ -12,9 +12,9 @@ HERE = _native.supported_isas()  # of these tests, which may be limited themselv
 WHAT_RUNS = "from numadist import _native; print(*_native.supported_isas())"
 RESULTS = """
 import torch
-from numadist import _native, _native_kernels as native
+from numadist import _native
 from numadist._native import Dtype, Op
-from numadist.kernels import attention, half, int8
+from numadist.kernels import attention, half, quantized
 
 torch.manual_seed(0)
 for dtype, code in [(torch.float32, Dtype.F32), (torch.bfloat16, Dtype.BF16)]:
@@ -42,8 +42,9 @@ for rows in (x, x[:3]):
     seen = torch.ops.numadist.half_linear(rows, half.pack(w), None, 64)
     wanted = torch.nn.functional.linear(rows.float(), w.float())
     torch.testing.assert_close(seen.float(), wanted, rtol=8e-3, atol=1e-3, msg=lambda text: f"half: {text}")
-assert has_bf16 or not native.int8_linear_runs()
-assert has_bf16 or not int8.takes(64, torch.bfloat16)
+p = quantized.pack(quantized.quantize(w.float(), 8))
+seen = quantized.quantized_linear(x.float(), p.codes, p.scales, None, None, 64, 40, p.kind, 0)
+torch.testing.assert_close(seen, x.float() @ w.float().t(), rtol=0, atol=0.4, msg=lambda text: f"int8: {text}")
 print(*_native.supported_isas())
 """
 

@@ -72,6 +72,7 @@ constexpr ByIsa<Table> kTables{
 #if defined(__x86_64__)
     table_of(avx2::find_kernel, avx2::find_fused_kernel),
     table_of(avx512::find_kernel, avx512::find_fused_kernel),
+    table_of(avx512::find_kernel, avx512::find_fused_kernel),  // dot products of bytes are none
     table_of(avx512_bf16::find_kernel, avx512::find_fused_kernel),
     table_of(avx512_bf16::find_kernel, avx512::find_fused_kernel),  // the tiles have nothing for reductions
 #endif

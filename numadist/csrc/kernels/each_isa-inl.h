@@ -37,7 +37,7 @@ ND_TARGET_END
 // These have nothing better from AVX-512 on.
 #define ND_BY_ISA(Kernels, kind)                                                               \
   ByIsa<Kernels>(ND_KERNELS(portable, kind), ND_KERNELS(avx2, kind), ND_KERNELS(avx512, kind), \
-                 ND_KERNELS(avx512, kind), ND_KERNELS(avx512, kind))
+                 ND_KERNELS(avx512, kind), ND_KERNELS(avx512, kind), ND_KERNELS(avx512, kind))
 #else
 #define ND_BY_ISA(Kernels, kind) ByIsa<Kernels>(ND_KERNELS(portable, kind))
 #endif

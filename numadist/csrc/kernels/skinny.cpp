@@ -49,8 +49,11 @@ template <size_t Width>
 constexpr ByIsa<PanelsKernel> kKernels{
     portable::multiply_panels<Width>,
 #if defined(__x86_64__)
-    avx2::multiply_panels<Width>,        avx512::multiply_panels<Width>,
-    avx512_bf16::multiply_panels<Width>, amx_bf16::multiply_panels<amx_bf16::AmxTiles, Width>,
+    avx2::multiply_panels<Width>,
+    avx512::multiply_panels<Width>,
+    avx512::multiply_panels<Width>,
+    avx512_bf16::multiply_panels<Width>,
+    amx_bf16::multiply_panels<amx_bf16::AmxTiles, Width>,
 #endif
 };
 

@@ -1,0 +1,61 @@
+// What a linear layer on quantized weights is called with; nd_core.h tells the layout.
+#ifndef ND_QUANTIZED_CALL_H
+#define ND_QUANTIZED_CALL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "nd_core.h"
+
+namespace nd {
+
+constexpr size_t kGroup = 32;    // inputs that share a scale, of weights and of x
+constexpr size_t kOutputs = 16;  // of a panel
+constexpr size_t kSteps = 8;     // of kStepInputs inputs, of a group
+constexpr size_t kStepInputs = 4;
+constexpr size_t kStepBytes = kOutputs * kStepInputs;
+
+struct QuantizedWeights {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  size_t n, groups;
+  size_t panel_scale_bytes;
+  int shared;  // log2 of the groups that share a scale in f16
+
+  size_t num_panels() const { return (n + kOutputs - 1) / kOutputs; }
+  size_t num_shares() const { return (groups + (size_t(1) << shared) - 1) >> shared; }
+};
+
+// Rows of x as whole numbers with a scale a group.
+struct QuantizedRows {
+  int8_t* values;  // [rows][groups][kGroup]
+  float* scale;    // [rows][groups]
+  int32_t* sums;   // [rows][groups][2]: of the values of each half of a group
+};
+
+struct QuantizedCall {
+  QuantizedWeights w;
+  const void* x;         // [rows][k]
+  const int32_t* order;  // [groups * kGroup] or nullptr
+  const void* bias;      // [n] or nullptr
+  void* y;               // [rows][n]
+  size_t rows, k;
+};
+
+// Those that formats have: bits of a code, kind of scales.
+#define ND_QUANTIZED_LAYOUTS(X) \
+  X(4, ND_SCALES_F16)           \
+  X(4, ND_SCALES_F16_MIN)       \
+  X(4, ND_SCALES_U8_MIN)        \
+  X(5, ND_SCALES_F16)           \
+  X(5, ND_SCALES_F16_MIN)       \
+  X(5, ND_SCALES_U8_MIN)        \
+  X(8, ND_SCALES_F16)           \
+  X(8, ND_SCALES_I8_HALF)
+
+using MultiplyRows = void (*)(const QuantizedWeights&, const QuantizedRows&, size_t panel, size_t row,
+                              size_t rows, float* sums);
+
+}  // namespace nd
+
+#endif

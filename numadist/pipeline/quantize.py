@@ -1,0 +1,112 @@
+"""Give a rank's graph codes instead of weights: those of its file, or rounded while they are loaded."""
+
+from collections import Counter
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from numadist.errors import ShardError
+from numadist.graph.cleanup import drop_unused_parameters
+from numadist.kernels.quantized import GROUP, Quantized, pack, quantize
+from numadist.log import get_logger
+from numadist.lowering.quantized import CodedWeight, coded_weights, moved, use_codes
+from numadist.sharding.placement import Shard
+from numadist.sharding.schema import Schema
+from numadist.weights.fake import is_fake
+from numadist.weights.load import Allocate, WeightsFile
+from numadist.weights.slices import local_slice
+
+log = get_logger(__name__)
+
+# auto: what the file has as codes stays codes. int8, int4: all layers and tables become codes of so many bits.
+Quantization = Literal["auto", "int8", "int4"]
+_ALL = "auto", "int8", "int4"
+_BITS = {"int8": 8, "int4": 4}
+
+
+def check_quantization(given: object, train: bool = False) -> None:
+    """Raises: ShardError for what is neither None nor a Quantization, or for one of them in training."""
+    if given not in (None, *_ALL):
+        raise ShardError(f"quantization must be auto, int8, int4 or None, got {given!r}")
+    if given is not None and train:
+        raise ShardError("codes do not learn: leave quantization away, or train")
+
+
+def quantize_parameters(
+    gm: GraphModule,
+    schema: Schema,
+    rank: int,
+    allocate: Allocate,
+    file: WeightsFile | None,
+    how: Quantization,
+) -> None:
+    """Replace what can be codes by this rank's part of them. Other parameters stay as they are, to be loaded.
+
+    Raises: ShardError for a damaged file.
+    """
+    shards = schema.param_shards()
+    found: Counter[str] = Counter()
+    for number, weight in enumerate(coded_weights(gm)):
+        shard = next((shards[n] for n in weight.names if n in shards), Shard({}))
+        codes = codes_of(weight, shard, rank, file, how)
+        if codes is None:
+            continue
+        use_codes(gm, weight, moved(pack(codes), allocate), number)
+        found[f"{codes.bits} bits, scales {codes.kind.name}"] += 1
+    if found:
+        gm.graph.eliminate_dead_code()
+        drop_unused_parameters(gm)
+        gm.recompile()
+        kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(found.items()))
+        log.info("weights that stay codes: %s", kinds)
+
+
+def codes_of(
+    weight: CodedWeight, shard: Shard, rank: int, file: WeightsFile | None, how: Quantization
+) -> Quantized | None:
+    """This rank's part of a weight as codes [N, ...]; None where it has none."""
+    out_dim = weight.out_dim
+    size = weight.parameter.shape[1 - out_dim]
+    ranges = shard.dims[1 - out_dim].cuts[rank] if 1 - out_dim in shard.dims else ((0, size),)
+    outputs = Shard({dim: cut for dim, cut in shard.dims.items() if dim == out_dim})
+    if sum(stop - start for start, stop in ranges) == 0 or 0 in outputs.local_shape(
+        weight.parameter.shape, rank
+    ):
+        return None
+    if how == "auto":
+        whole = _of_file(weight, outputs, rank, file)
+    elif size < GROUP:
+        return None
+    else:
+        plain = _plain(weight, outputs, rank, file)
+        whole = None if plain is None else quantize(plain, _BITS[how])
+    if whole is None or tuple(ranges) == ((0, size),):
+        return whole
+    return whole.inputs(ranges)
+
+
+def _of_file(weight: CodedWeight, outputs: Shard, rank: int, file: WeightsFile | None) -> Quantized | None:
+    name = None if file is None else file.checkpoint.find(_names(weight, file))
+    if file is None or name is None or not is_fake(weight.parameter):
+        return None
+    rows = outputs.dims[weight.out_dim].cuts[rank] if outputs.dims else None
+    return file.checkpoint.read_codes(name, tuple(weight.parameter.shape), weight.is_transposed, rows)
+
+
+def _plain(weight: CodedWeight, outputs: Shard, rank: int, file: WeightsFile | None) -> Tensor | None:
+    """All inputs of this rank's outputs [N, K] in f32, so that groups are the same on any number of ranks."""
+    parameter = weight.parameter
+    if not is_fake(parameter):
+        plain = local_slice(parameter.detach(), outputs, rank).float()
+    elif file is None:
+        return None  # whoever loads parameters says what is wrong
+    else:
+        plain = torch.empty(outputs.local_shape(parameter.shape, rank))
+        file.checkpoint.read_into(plain, file.checkpoint.found(_names(weight, file)), outputs, rank)
+    return plain.t().contiguous() if weight.is_transposed else plain
+
+
+def _names(weight: CodedWeight, file: WeightsFile) -> list[str]:
+    return [*weight.names, *(tied for n in weight.names for tied in file.tied_names.get(n, []))]

@@ -1,0 +1,182 @@
+"""Generation on the codes of a file, and on weights rounded while they are loaded, against the widened weights."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra `models`")
+pytest.importorskip("gguf", reason="needs the extra `models`")
+
+from quantized_files import MIXED, without_memory, write
+from rank_threads import captured, on_all, peers_of, prompts, tiny
+
+from numadist.errors import ShardError
+from numadist.generation.generator import Generator
+from numadist.generation.step import capture_step
+from numadist.kernels.quantized import quantize
+from numadist.lowering.quantized import coded_weights, reads_codes
+from numadist.pipeline.quantize import codes_of
+from numadist.pipeline.stages import Site, checkpoint_of, localize
+from numadist.sharding.build_schema import build_schema
+from numadist.sharding.placement import Shard
+from numadist.weights.slices import local_slice
+
+
+def generators(path, num_ranks, dtype=torch.float32, **options):
+    options = {"max_batch_size": 4, "max_length": 64, "quantization": "auto", **options}
+    step = capture_step(without_memory(dtype))
+    return [
+        Generator.of_captured(without_memory(dtype), copy.deepcopy(step), peers, weights=path, **options)
+        for peers in peers_of(num_ranks)
+    ]
+
+
+def continued(ranks, *lengths):
+    def work(generator):
+        return generator.generate(prompts(*lengths), max_new_tokens=12, eos_token_id=())
+
+    first, *others = on_all(ranks, work)
+    assert all(other == first for other in others)
+    return first
+
+
+def logits(part, layers):
+    """After 6 tokens in each of two rows."""
+    tokens, positions = (
+        torch.tensor([[5, 77, 1, 300, 9, 2], [8, 8, 4, 511, 0, 3]]),
+        torch.arange(6).repeat(2, 1),
+    )
+    kv = [[torch.zeros(2, k.num_heads, 16, k.key_size, dtype=k.dtype) for k in layers] for _ in range(2)]
+    with torch.no_grad():
+        return part.gm(tokens, positions, positions.clone(), *kv).float()
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("files") / "mixed.gguf"
+    write(path)
+    return path
+
+
+def one_rank(path, quantization, dtype=torch.float32):
+    model = without_memory(dtype)
+    step = capture_step(model)
+    schema = build_schema(step.captured, 1)
+    return localize(
+        step.captured, schema, Site(0, None), checkpoint_of(path, model), quantization
+    ), step.layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_formats_of_a_file_compute_what_their_widened_weights_do(mixed, dtype):
+    codes, layers = one_rank(mixed, "auto", dtype)
+    plain, _ = one_rank(mixed, None, dtype)
+    seen, wanted = logits(codes, layers), logits(plain, layers)
+    assert (seen - wanted).norm() < 0.05 * wanted.norm()
+    assert not torch.equal(seen, wanted)
+    users = [n for n in codes.gm.graph.nodes if reads_codes(n)]
+    assert len(users) == 4 * 7 - 2 + 2  # of two layers one product is plain; the table and the head
+    assert codes.num_bytes < 0.4 * plain.num_bytes * 4 / dtype.itemsize
+
+
+def test_a_rank_holds_the_files_bytes_and_little_more(tmp_path):
+    kinds = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K")
+    for kind in kinds:
+        layer = dict.fromkeys(MIXED[0], kind)
+        write(tmp_path / f"{kind}.gguf", (layer,))
+        part, _ = one_rank(tmp_path / f"{kind}.gguf", "auto")
+        assert part.num_bytes < 1.1 * (tmp_path / f"{kind}.gguf").stat().st_size, kind
+
+
+def test_any_number_of_ranks_generates_the_same_tokens(mixed):
+    alone = continued(generators(mixed, 1), 5, 9, 2)
+    assert len({token for row in alone for token in row}) > 20, "the model is too dull to test with"
+    for num_ranks in (2, 3, 4):
+        ranks = generators(mixed, num_ranks)
+        assert continued(ranks, 5, 9, 2) == alone, f"{num_ranks} ranks"
+
+
+def test_two_ranks_hold_half_each(mixed):
+    (whole,) = generators(mixed, 1)
+    halves = generators(mixed, 2)
+    assert max(half.local_bytes for half in halves) < 0.55 * whole.local_bytes
+
+
+def test_a_row_gets_the_same_tokens_alone_and_in_a_batch(mixed):
+    ranks = generators(mixed, 2)
+    assert [continued(ranks, n)[0] for n in (5, 9, 2)] == continued(ranks, 5, 9, 2)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
+@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8), ("int4", 4)])
+def test_weights_rounded_while_they_are_loaded_are_those_rounded_before(name, quantization, bits):
+    rounded_before = copy.deepcopy(tiny(name))
+    with torch.no_grad():
+        for key, w in rounded_before.named_parameters():
+            if w.dim() == 2:
+                conv1d = name == "gpt2" and key.split(".")[-2].startswith("c_")
+                across = w.t() if conv1d else w
+                across.copy_(quantize(across, bits).widened())
+    exact = capture_step(rounded_before)
+    step = copy.deepcopy(captured(name))
+    schema = build_schema(step.captured, 1)
+    part = localize(step.captured, schema, Site(0, None), None, quantization)
+    wanted = localize(exact.captured, build_schema(exact.captured, 1), Site(0, None))
+    seen, truth = logits(part, step.layers), logits(wanted, step.layers)
+    assert (seen - truth).norm() < 0.08 * truth.norm()
+    assert part.num_bytes < (0.4 if bits == 8 else 0.27) * wanted.num_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_round_by_the_same_groups_however_they_are_cut(name, num_ranks):
+    step = captured(name)
+    shards = build_schema(step.captured, num_ranks).param_shards()
+    num_cut = 0
+    for weight in coded_weights(step.gm):
+        shard = next((shards[n] for n in weight.names if n in shards), Shard({}))
+        whole = weight.parameter.detach()
+        rounded = quantize(whole.t() if weight.is_transposed else whole, 4).widened()
+        wanted = rounded.t() if weight.is_transposed else rounded
+        for rank in range(num_ranks):
+            part = codes_of(weight, shard, rank, None, "int4")
+            seen = part.widened().t() if weight.is_transposed else part.widened()
+            assert torch.equal(seen, local_slice(wanted, shard, rank)), weight.names
+            num_cut += part.order is not None
+    assert num_cut, "no cut falls inside a group: nothing was tested"
+
+
+def test_compiled_steps_run_on_the_same_codes(mixed):
+    eager, compiled = generators(mixed, 1), generators(mixed, 1, compile=True)
+    assert compiled[0].local_bytes <= eager[0].local_bytes * 1.01
+    assert continued(compiled, 5, 9) == continued(eager, 5, 9)
+
+
+def test_a_damaged_scale_names_its_tensor(mixed, tmp_path):
+    from numadist.weights.gguf_header import read_header
+
+    tensor = next(t for t in read_header(mixed).tensors if t.name == "blk.1.attn_q.weight")
+    raw = bytearray(mixed.read_bytes())
+    raw[tensor.data_offset : tensor.data_offset + 2] = b"\xff\x7f"  # NaN
+    (tmp_path / "bad.gguf").write_bytes(raw)
+    with pytest.raises(ShardError, match=r"bad.gguf: blk.1.attn_q.weight has scales that are no numbers"):
+        one_rank(tmp_path / "bad.gguf", "auto")
+
+
+def test_rows_that_are_no_whole_blocks_are_named(tmp_path):
+    write(tmp_path / "m.gguf", ({**MIXED[0], "attn_q": "Q4_0"},))
+    raw = (tmp_path / "m.gguf").read_bytes()
+    place = raw.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4
+    (tmp_path / "m.gguf").write_bytes(raw[:place] + (250).to_bytes(8, "little") + raw[place + 8 :])
+    with pytest.raises(
+        ShardError, match=r"blk.0.attn_q.weight has rows of 250 numbers in Q4_0, whose blocks have 32"
+    ):
+        one_rank(tmp_path / "m.gguf", "auto")
+
+
+def test_what_is_not_offered_is_an_error():
+    with pytest.raises(ShardError, match="quantization must be auto, int8, int4 or None, got 'int3'"):
+        Generator.of_captured(
+            tiny("llama"), copy.deepcopy(captured("llama")), peers_of(1)[0], quantization="int3"
+        )
