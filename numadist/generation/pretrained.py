@@ -12,6 +12,7 @@ import torch
 from numadist.errors import GenerateError
 from numadist.weights.fake import empty_parameters
 from numadist.weights.hugging_face import quiet_transformers
+from numadist.weights.packed_integers import scheme_of
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,15 @@ def open_pretrained(path: str | Path, dtype: torch.dtype | None = None) -> Pretr
     """The model at a path: a folder with config.json and safetensors, or a .gguf file.
 
     dtype: of the parameters; None takes what a folder's config says, and float32 for a GGUF file.
-    Raises: GenerateError for a path that holds no such model, or one in a format that numadist does not read.
+    Raises: GenerateError for a path that holds no such model, ShardError for a quantization that we do not read.
     """
     place = _place(path)
     transformers = quiet_transformers(GenerateError)
     config = _found(transformers.AutoConfig, place, "config")
     quantized = getattr(config, "quantization_config", None)
     if quantized is not None:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise GenerateError(
-            f"{path} is quantized ({method}); numadist reads GGUF files and plain safetensors"
-        )
+        scheme_of(quantized if isinstance(quantized, dict) else quantized.to_dict(), path)
+        del config.quantization_config  # how the file is, not what the model computes
     if dtype is None:
         dtype = torch.float32 if place.is_gguf else (getattr(config, "dtype", None) or torch.float32)
     with empty_parameters():

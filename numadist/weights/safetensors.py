@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from numadist.errors import ShardError
+from numadist.kernels.quantized import Quantized
 from numadist.sharding.placement import Cut, Shard, cut_size
 from numadist.weights.checkpoint import Checkpoint
 from numadist.weights.conversions import Conversion, renamed, stacks
-from numadist.weights.slices import BUFFER_BYTES, pread, row_ranges, take
+from numadist.weights.packed_integers import Parts, Scheme, coded, take_apart
+from numadist.weights.slices import BUFFER_BYTES, local_slice, pread, row_ranges, take
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {
@@ -50,20 +52,69 @@ class _Stack:
         self.shape = (len(pieces), sum(piece.shape[0] for piece in first), *first[0].shape[1:])
 
 
+class _Coded:
+    """A quantized layer: its tensors by what they are called there."""
+
+    def __init__(self, pieces: dict[str, _Entry]):
+        self.pieces = pieces
+
+
 class SafetensorsCheckpoint(Checkpoint):
     """A .safetensors file, or a folder with model.safetensors or model.safetensors.index.json and what it names.
 
     conversions: from the file's names and pieces to the model's (conversions.py). model: as Checkpoint takes it.
+    scheme: how layers are quantized, if some are.
     """
 
     def __init__(
-        self, path: str | Path, conversions: Sequence[Conversion] = (), model: torch.nn.Module | None = None
+        self,
+        path: str | Path,
+        conversions: Sequence[Conversion] = (),
+        model: torch.nn.Module | None = None,
+        scheme: Scheme | None = None,
     ):
         super().__init__(path, model)
         self._entries |= _read_folder(self.path) if self.path.is_dir() else _read_header(self.path)
         self._entries = {renamed(name, conversions): entry for name, entry in self._entries.items()}
         for name, pieces in stacks(self._entries, conversions).items():
             self._entries[name] = _Stack([[self._entries.pop(piece) for piece in row] for row in pieces])
+        self._scheme = scheme
+        if scheme is not None:
+            self._collect(scheme)
+
+    def _collect(self, scheme: Scheme) -> None:
+        """Make one entry of the tensors of each quantized layer."""
+        end = f".{scheme.pieces[0]}"
+        for layer in [name.removesuffix(end) for name in self._entries if name.endswith(end)]:
+            found = {piece: self._entries.pop(f"{layer}.{piece}", None) for piece in scheme.pieces}
+            self._entries[f"{layer}.weight"] = _Coded({k: v for k, v in found.items() if v is not None})
+
+    def read_codes(
+        self, name: str, shape: tuple[int, ...], is_transposed: bool, rows: Cut | None
+    ) -> Quantized | None:
+        """As Checkpoint says; also None for codes that our layouts do not hold."""
+        entry = self._entries[name]
+        if not isinstance(entry, _Coded) or is_transposed:
+            return None
+        outputs = None if rows is None else torch.tensor(_indices(rows))
+        codes = coded(self._parts(entry, name), outputs)
+        if codes is None:
+            return None
+        whole = shape if outputs is None else (len(outputs), shape[1])
+        if (len(codes.codes), codes.in_features) != whole:
+            raise ShardError(
+                f"{self.path}: {name} has outputs and inputs {(len(codes.codes), codes.in_features)}, but the model's "
+                f"parameter is {shape}; the checkpoint is for another model"
+            )
+        return codes
+
+    def _parts(self, entry: _Coded, name: str) -> Parts:
+        assert self._scheme is not None  # else there are no such entries
+        pieces = {}
+        for piece, found in entry.pieces.items():
+            pieces[piece] = torch.empty(found.shape, dtype=found.dtype)
+            _read(found, pieces[piece], [((0, size),) for size in found.shape])
+        return take_apart(self._scheme, pieces, f"{self.path}: {name}")
 
     def read_into(self, out: Tensor, name: str, shard: Shard, rank: int) -> None:
         """Fill `out` with what `rank` holds of tensor `name`, converting to out's dtype.
@@ -71,6 +122,11 @@ class SafetensorsCheckpoint(Checkpoint):
         Peak memory besides `out`: one buffer of whole rows, 4 MiB or one row. Raises: ShardError for a wrong shape.
         """
         entry = self._entries[name]
+        if isinstance(entry, _Coded):
+            whole = self._parts(entry, name).widened()
+            self._check_shape(out, name, tuple(whole.shape), shard, rank)
+            out.copy_(local_slice(whole, shard, rank))
+            return
         self._check_shape(out, name, entry.shape, shard, rank)
         cuts = [
             shard.dims[d].cuts[rank] if d in shard.dims else ((0, size),)

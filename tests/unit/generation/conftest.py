@@ -1,6 +1,7 @@
-"""The lock-step harness of the sharding tests serves here too."""
+"""The lock-step harness of the sharding tests serves here too, and the packed layers of those of weights."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sharding"))
+for folder in ("sharding", "weights"):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))

@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="needs the extra `models`")
 
 import numadist
-from numadist.errors import GenerateError
+from numadist.errors import GenerateError, NumadistError
 from numadist.generation.pretrained import load_tokenizer, open_pretrained
 
 CONFIG = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -44,7 +44,7 @@ def _without_config(folder):
 
 def _quantized(folder):
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -65,14 +65,14 @@ def _no_gguf(folder):
         (lambda folder: folder / "none", r"none is not there; a model is a folder"),
         (lambda folder: folder / "config.json", r"config.json is neither a folder nor a .gguf file"),
         (_without_config, r"has no config.json; of its GGUF files take one: a.gguf"),
-        (_quantized, r"is quantized \(awq\); numadist reads GGUF files and plain safetensors"),
+        (_quantized, r"is quantized by bitsandbytes; numadist reads GGUF files, AWQ of 4 bits, GPTQ"),
         (_encoder, r"ViTConfig is no causal language model"),
         (_no_gguf, r"a.gguf: no config that transformers reads"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_is_no_model_is_told(folder, change, message):
-    with pytest.raises(GenerateError, match=message):
+    with pytest.raises(NumadistError, match=message):
         open_pretrained(change(folder))
 
 

@@ -8,11 +8,15 @@ import torch
 pytest.importorskip("transformers", reason="needs the extra `models`")
 pytest.importorskip("gguf", reason="needs the extra `models`")
 
+from packed_layers import layer
 from quantized_files import MIXED, without_memory, write
-from rank_threads import captured, on_all, peers_of, prompts, tiny
+from rank_threads import LIVELY, captured, on_all, peers_of, prompts, tiny
+from safetensors.torch import save_file
 
+from numadist import models
 from numadist.errors import ShardError
 from numadist.generation.generator import Generator
+from numadist.generation.pretrained import open_pretrained
 from numadist.generation.step import capture_step
 from numadist.kernels.quantized import quantize
 from numadist.lowering.quantized import coded_weights, reads_codes
@@ -180,3 +184,47 @@ def test_what_is_not_offered_is_an_error():
         Generator.of_captured(
             tiny("llama"), copy.deepcopy(captured("llama")), peers_of(1)[0], quantization="int3"
         )
+
+
+@pytest.mark.parametrize(
+    ("method", "config"), [("gptq", {"bits": 4}), ("awq", {"bits": 4, "version": "gemm"})]
+)
+def test_folders_of_other_tools_generate_alike_on_any_number_of_ranks(method, config, tmp_path):
+    model = models.build(
+        "llama-tiny",
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **LIVELY,
+    )
+    state = {}
+    for key, tensor in model.state_dict().items():
+        owner = key.removesuffix(".weight")
+        if not owner.endswith("_proj"):
+            state[key] = tensor.half()
+            continue
+        pieces, _ = layer(method, *tensor.shape, group=64, act_order=method == "gptq")
+        state |= {f"{owner}.{name}": piece for name, piece in pieces.items()}
+    save_file(state, tmp_path / "model.safetensors")
+    model.config.quantization_config = {"quant_method": method, **config}
+    model.config.dtype = torch.float16
+    model.config.save_pretrained(tmp_path)
+    answers = []
+    for num_ranks, quantization in ((1, "auto"), (2, "auto"), (1, None)):
+        found = open_pretrained(tmp_path)
+        step = capture_step(found.model)
+        ranks = [
+            Generator.of_captured(
+                found.model,
+                copy.deepcopy(step),
+                peers,
+                max_length=64,
+                weights=tmp_path,
+                quantization=quantization,
+            )
+            for peers in peers_of(num_ranks)
+        ]
+        answers.append((continued(ranks, 5, 9), sum(rank.local_bytes for rank in ranks)))
+    assert answers[0][0] == answers[1][0]
+    assert answers[0][1] < 0.75 * answers[2][1]
