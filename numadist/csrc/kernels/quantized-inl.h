@@ -12,8 +12,6 @@ using Few = uint8_t __attribute__((vector_size(kLanes)));
 using FewInMemory = uint8_t __attribute__((vector_size(kLanes), aligned(1), may_alias));
 using SignedFew = int8_t __attribute__((vector_size(kLanes)));
 
-constexpr size_t kVectors = kOutputs / kLanes;  // of a panel
-
 inline Bytes load_bytes(const uint8_t* p) { return *reinterpret_cast<const BytesInMemory*>(p); }
 
 // ---- dot products of 4 codes with 4 values of x, in every lane of 32 bits ----
@@ -23,7 +21,8 @@ inline Bytes load_bytes(const uint8_t* p) { return *reinterpret_cast<const Bytes
 struct Dot {
   static constexpr int kZero8 = 128;
   Ints sum;
-  void start(int32_t at) { sum = Ints{} + at; }
+  void begin(int32_t start) { sum = Ints{} + start; }
+  Ints end() const { return sum; }
   template <int kBits>
   void add(Bytes codes, uint32_t x, size_t) {
     sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(int32_t(x)));
@@ -34,9 +33,11 @@ struct Dot {
 struct Dot {
   static constexpr int kZero8 = 0;
   using Shorts = int16_t __attribute__((vector_size(4 * kLanes)));
-  Ints sum;
+  int32_t start;
+  Ints sum = {};
   Shorts pairs = {};
-  void start(int32_t at) { sum = Ints{} + at; }
+  void begin(int32_t from) { start = from; }
+  Ints end() const { return sum + start; }
 
   template <int kBits>
   void add(Bytes codes, uint32_t x, size_t step) {
@@ -67,7 +68,8 @@ struct Dot {
 struct Dot {
   static constexpr int kZero8 = 128;
   Ints sum;
-  void start(int32_t at) { sum = Ints{} + at; }
+  void begin(int32_t start) { sum = Ints{} + start; }
+  Ints end() const { return sum; }
   template <int kBits>
   void add(Bytes codes, uint32_t x, size_t) {
     const Words four = (Words)codes;
@@ -148,61 +150,66 @@ struct Scales {
 
 constexpr size_t kAhead = 4096;  // bytes
 
-// kRows rows from `row` on, times a panel: sums [kRows][kOutputs].
+// kRows rows from `row` on, times kLanes outputs of a panel from `at` on: sums [kRows][kOutputs]. One vector of outputs
+// goes through all groups before the next, which then finds their lines in the cache: more would not fit into registers.
 template <int kBits, int kKind, size_t kRows>
-inline void multiply_tile(const QuantizedWeights& w, const QuantizedRows& x, size_t panel, size_t row,
-                          float* sums) {
+inline void multiply_vector(const QuantizedWeights& w, const QuantizedRows& x, size_t panel, size_t row,
+                            size_t at, float* sums) {
   using Code = Codes<kBits>;
   using Scale = Scales<kKind>;
   constexpr size_t kHalfSteps = kSteps / Scale::kHalves;
   const uint8_t* codes = w.codes + panel * w.groups * Code::kBytes;
   const uint8_t* scales = w.scales + panel * w.panel_scale_bytes;
-  Vec total[kRows][kVectors] = {};
+  const size_t stride = w.groups;  // of rows, in groups
+  Vec total[kRows] = {};
   for (size_t g = 0; g < w.groups; ++g, codes += Code::kBytes) {
-    const auto* values = reinterpret_cast<const uint32_t*>(x.values + (row * w.groups + g) * kGroup);
+    const size_t first = row * stride + g;
+    const auto* values = reinterpret_cast<const uint32_t*>(x.values + first * kGroup);
+    const int32_t* x_sums = x.sums + first * 2;
     // With several rows the next lines are not asked for early enough by themselves.
     for (size_t i = 0; i < Code::kBytes; i += 64) __builtin_prefetch(codes + kAhead + i);
-#pragma GCC unroll 4
-    for (size_t v = 0; v < kVectors; ++v) {
-      const size_t at = v * kLanes;
-      const Scale scale(w, scales, g, at);
+    const Scale scale(w, scales, g, at);
 #pragma GCC unroll 2
-      for (size_t half = 0; half < Scale::kHalves; ++half) {
-        Dot dots[kRows];
+    for (size_t half = 0; half < Scale::kHalves; ++half) {
+      Dot dots[kRows];
 #pragma GCC unroll 8
-        for (size_t m = 0; m < kRows; ++m) {
-          const int32_t* sum = x.sums + ((row + m) * w.groups + g) * 2;
-          dots[m].start(
-              Scale::kHasMinimum ? 0 : -Code::kZero * (Scale::kHalves == 2 ? sum[half] : sum[0] + sum[1]));
-        }
+      for (size_t m = 0; m < kRows; ++m) {
+        const int32_t* sum = x_sums + m * stride * 2;
+        dots[m].begin(
+            Scale::kHasMinimum ? 0 : -Code::kZero * (Scale::kHalves == 2 ? sum[half] : sum[0] + sum[1]));
+      }
 #pragma GCC unroll 4
-        for (size_t s = half * kHalfSteps; s < (half + 1) * kHalfSteps; s += 2) {
-          Bytes a, b;
-          Code::load_pair(codes, at * kStepInputs, s, &a, &b);
-#pragma GCC unroll 8
-          for (size_t m = 0; m < kRows; ++m) {
-            const uint32_t* four = values + m * w.groups * kSteps + s;
-            dots[m].template add<kBits>(a, four[0], s);
-            dots[m].template add<kBits>(b, four[1], s + 1);
-          }
-        }
+      for (size_t s = half * kHalfSteps; s < (half + 1) * kHalfSteps; s += 2) {
+        Bytes a, b;
+        Code::load_pair(codes, at * kStepInputs, s, &a, &b);
 #pragma GCC unroll 8
         for (size_t m = 0; m < kRows; ++m) {
-          const float by = x.scale[(row + m) * w.groups + g];
-          total[m][v] += __builtin_convertvector(dots[m].sum, Vec) * by * scale.scale[half];
+          const uint32_t* four = values + m * stride * kSteps + s;
+          dots[m].template add<kBits>(a, four[0], s);
+          dots[m].template add<kBits>(b, four[1], s + 1);
         }
       }
-      if constexpr (Scale::kHasMinimum) {
 #pragma GCC unroll 8
-        for (size_t m = 0; m < kRows; ++m) {
-          const int32_t* sum = x.sums + ((row + m) * w.groups + g) * 2;
-          total[m][v] += scale.minimum * (x.scale[(row + m) * w.groups + g] * float(sum[0] + sum[1]));
-        }
+      for (size_t m = 0; m < kRows; ++m)
+        total[m] +=
+            __builtin_convertvector(dots[m].end(), Vec) * x.scale[first + m * stride] * scale.scale[half];
+    }
+    if constexpr (Scale::kHasMinimum) {
+#pragma GCC unroll 8
+      for (size_t m = 0; m < kRows; ++m) {
+        const int32_t* sum = x_sums + m * stride * 2;
+        total[m] += scale.minimum * (x.scale[first + m * stride] * float(sum[0] + sum[1]));
       }
     }
   }
-  for (size_t m = 0; m < kRows; ++m)
-    for (size_t v = 0; v < kVectors; ++v) store(sums + m * kOutputs + v * kLanes, total[m][v]);
+  for (size_t m = 0; m < kRows; ++m) store(sums + m * kOutputs + at, total[m]);
+}
+
+template <int kBits, int kKind, size_t kRows>
+inline void multiply_tile(const QuantizedWeights& w, const QuantizedRows& x, size_t panel, size_t row,
+                          float* sums) {
+  for (size_t at = 0; at < kOutputs; at += kLanes)
+    multiply_vector<kBits, kKind, kRows>(w, x, panel, row, at, sums);
 }
 
 // ---- x to whole numbers ----
