@@ -18,7 +18,9 @@ ABI_VERSION = 17  # ND_ABI_VERSION
 MAX_WORLD = 512  # ND_MAX_WORLD
 NODE_WORDS = 16  # ND_NODE_WORDS
 HISTORY = 16  # ND_HISTORY
-ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16")  # as nd_limit_isa takes them
+# As nd_limit_isa takes them, better ones later.
+_OF_X86 = "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16"
+ISAS = "portable", *{"x86_64": _OF_X86, "aarch64": ("neon_dotprod",)}.get(os.uname().machine, ())
 
 
 class Dtype(enum.IntEnum):

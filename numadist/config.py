@@ -76,7 +76,8 @@ class Config:
         "NUMADIST_MAX_ISA",
         "",
         "Best instruction set our kernels use: `portable`, `avx2`, `avx512`, `avx512_vnni`, `avx512_bf16` or "
-        "`amx_bf16`; torch's own follow `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`.",
+        "`amx_bf16`, on Arm `portable` or `neon_dotprod`; torch's own follow `ATEN_CPU_CAPABILITY` and "
+        "`ONEDNN_MAX_CPU_ISA`.",
     )
     sysfs: str = knob("NUMADIST_SYSFS", "", "Default of `numarun --sysfs`: a recorded machine to plan for.")
 

@@ -29,6 +29,7 @@ def report() -> list[tuple[str, str]]:
         ("numadist", numadist.__version__),
         ("native core", _or_reason(_native)),
         ("bf16, f16", _or_reason(_halves)),
+        ("quantized", _or_reason(_codes)),
         ("python", f"{platform.python_version()} {platform.python_implementation()}"),
         (
             "system",
@@ -66,6 +67,13 @@ def _halves() -> str:
     from numadist.kernels import half
 
     return "; ".join(half.kernel_name(dtype) for dtype in (torch.bfloat16, torch.float16))
+
+
+def _codes() -> str:
+    """What multiplies by weights that stay codes."""
+    from numadist.kernels import quantized
+
+    return quantized.kernel_name()
 
 
 def _variables() -> str:

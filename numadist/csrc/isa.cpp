@@ -13,13 +13,22 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace nd {
 namespace {
 
 // In the order of the enum.
+#if defined(__x86_64__)
 constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16"};
+#elif defined(__aarch64__)
+constexpr const char* kNames[] = {"portable", "neon_dotprod"};
+#else
+constexpr const char* kNames[] = {"portable"};
+#endif
 
 #if defined(__x86_64__)
 // The tiles are 8 KiB more to save for every thread: Linux gives them to processes that ask.
@@ -32,7 +41,7 @@ bool may_use_tiles() {
          syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureXtiledata) == 0;
 }
 
-Isa find_argmax() {
+Isa find_isa() {
   __builtin_cpu_init();
   if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")))
     return Isa::kPortable;
@@ -43,13 +52,15 @@ Isa find_argmax() {
   if (!__builtin_cpu_supports("avx512bf16")) return Isa::kAvx512Vnni;
   return may_use_tiles() ? Isa::kAmxBf16 : Isa::kAvx512Bf16;
 }
+#elif defined(__aarch64__)
+Isa find_isa() { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? Isa::kNeonDotprod : Isa::kPortable; }
 #else
-Isa find_argmax() { return Isa::kPortable; }
+Isa find_isa() { return Isa::kPortable; }
 #endif
 
 // Of the CPU; found once, so tiles are asked for once.
 Isa cpu_isa() {
-  static const Isa isa = find_argmax();
+  static const Isa isa = find_isa();
   return isa;
 }
 

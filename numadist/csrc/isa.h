@@ -5,13 +5,15 @@
 
 namespace nd {
 
-// Each includes those before it.
-enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmxBf16 };
-
-// Those of this architecture.
+// Those of this architecture. Each includes those before it.
 #if defined(__x86_64__)
+enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmxBf16 };
 constexpr int kNumIsas = 6;
+#elif defined(__aarch64__)
+enum class Isa { kPortable, kNeonDotprod };
+constexpr int kNumIsas = 2;
 #else
+enum class Isa { kPortable };
 constexpr int kNumIsas = 1;
 #endif
 
@@ -41,6 +43,10 @@ class ByIsa {
 // Code between ND_TARGET_..._BEGIN and ND_TARGET_END is compiled for an instruction set. It stands in a namespace of its
 // own, and includes no header of others: an inline function of one would be compiled for the set too, and the linker
 // could choose that copy for the whole program.
+#if defined(__aarch64__)
+#define ND_TARGET_NEON_DOTPROD_BEGIN _Pragma("GCC push_options") _Pragma("GCC target(\"arch=armv8.2-a+dotprod\")")
+#define ND_TARGET_NEON_DOTPROD_END _Pragma("GCC pop_options")
+#endif
 #if defined(__x86_64__)
 #define ND_PRAGMA(text) _Pragma(#text)
 #define ND_TARGET_BEGIN(features) \

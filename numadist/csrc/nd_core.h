@@ -88,7 +88,7 @@ typedef enum NdOp { ND_SUM = 0, ND_AVG, ND_PROD, ND_MIN, ND_MAX, ND_BAND, ND_BOR
  * "amx_bf16" is there if Linux lets this process use the tiles, and differs in linear layers only. */
 ND_API const char* nd_isa_name(int i);
 
-/* From here on no kernel is better than `name`: portable, avx2, avx512, avx512_vnni, avx512_bf16 or amx_bf16, in this order. Best
+/* From here on no kernel is better than `name`: portable, avx2, avx512, avx512_vnni, avx512_bf16 or amx_bf16, in this order; on Arm portable or neon_dotprod. Best
  * called first of all, since a number for nd_isa_name stands for another variant afterwards. What this CPU lacks is no
  * limit. -EINVAL: another name. */
 ND_API int nd_limit_isa(const char* name);

@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from numadist._native import Dtype
+from numadist._native import Dtype, supported_isas
 from numadist._native_kernels import QuantizedWeights, lib
 from numadist._native_replay import call, contiguous, kept
 
 GROUP = 32
 _OUTPUTS = 16
 _STEPS, _STEP_INPUTS = 8, 4
+# Better instruction sets have nothing more for them.
+_USED = {"amx_bf16": "avx512_vnni", "avx512_bf16": "avx512_vnni"}
 _CODES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16}
 
 
@@ -196,6 +198,11 @@ def quantize(w_NK: Tensor, bits: int) -> Quantized:
         codes = ((w - least.float()) / _not_zero(scale)).round().clamp(0, 15)
         return Quantized(codes.to(torch.uint8), torch.cat([scale, least], 2), None, 4, Scales.F16_MIN, num_in)
     raise ValueError(f"weights are quantized to 4 or 8 bits, not {bits}")
+
+
+def kernel_name() -> str:
+    """What multiplies by codes, for people to read."""
+    return f"codes of 4, 5 and 8 bits by our {_USED.get(supported_isas()[0], supported_isas()[0])} kernels"
 
 
 def _not_zero(scale: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from numadist.errors import ShardError
 from numadist.graph.cleanup import drop_unused_parameters
-from numadist.kernels.quantized import GROUP, Quantized, pack, quantize
+from numadist.kernels.quantized import GROUP, Quantized, kernel_name, pack, quantize
 from numadist.log import get_logger
 from numadist.lowering.quantized import CodedWeight, coded_weights, moved, use_codes
 from numadist.sharding.placement import Shard
@@ -60,7 +60,28 @@ def quantize_parameters(
         drop_unused_parameters(gm)
         gm.recompile()
         kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(found.items()))
-        log.info("weights that stay codes: %s", kinds)
+        log.info("weights that stay codes: %s; %s", kinds, kernel_name())
+    if rank == 0 and file is not None and how == "auto":
+        _warn_of_widened(gm, file)
+
+
+def _warn_of_widened(gm: GraphModule, file: WeightsFile) -> None:
+    """One warning for all tensors of the file that are codes there and plain numbers here."""
+    widened = []
+    for name, parameter in gm.named_parameters():
+        found = file.checkpoint.find([name, *file.tied_names.get(name, [])])
+        if found is not None and is_fake(parameter) and file.checkpoint.has_codes(found):
+            widened.append((parameter.numel() * parameter.element_size(), name))
+    if widened:
+        widened.sort(reverse=True)
+        total = sum(num_bytes for num_bytes, _ in widened)
+        log.warning(
+            "%d quantized tensors are widened to %.0f MB over all ranks, as no layout of ours holds them: %s%s",
+            len(widened),
+            total / 1e6,
+            ", ".join(name for _, name in widened[:3]),
+            " ..." if len(widened) > 3 else "",
+        )
 
 
 def codes_of(

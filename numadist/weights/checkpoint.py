@@ -72,6 +72,10 @@ class Checkpoint(ABC):
         Raises: ShardError for a wrong shape.
         """
 
+    def has_codes(self, name: str) -> bool:
+        """Whether the file keeps the tensor quantized, in whatever format."""
+        return False
+
     def read_codes(
         self, name: str, shape: tuple[int, ...], is_transposed: bool, rows: Cut | None
     ) -> Quantized | None:

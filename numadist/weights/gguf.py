@@ -23,6 +23,8 @@ from numadist.weights.checkpoint import Checkpoint
 from numadist.weights.gguf_header import read_header
 from numadist.weights.slices import BUFFER_BYTES, local_slice, pread, row_ranges
 
+# Types of tensors that are numbers one by one.
+_PLAIN = {"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64"}
 # The two largest tensors of any model, which no architecture rearranges: read a few rows at a time.
 _NEVER_REARRANGED = {"token_embd.weight", "output.weight"}
 
@@ -77,6 +79,10 @@ class GgufCheckpoint(Checkpoint):
         full = torch.from_numpy(whole.weights)
         self._check_shape(out, name, tuple(full.shape), shard, rank)
         out.copy_(local_slice(full, shard, rank))
+
+    def has_codes(self, name: str) -> bool:
+        """By its type."""
+        return self._entries[name].tensor_type.name not in _PLAIN
 
     def read_codes(
         self, name: str, shape: tuple[int, ...], is_transposed: bool, rows: Cut | None

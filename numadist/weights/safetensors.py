@@ -89,6 +89,10 @@ class SafetensorsCheckpoint(Checkpoint):
             found = {piece: self._entries.pop(f"{layer}.{piece}", None) for piece in scheme.pieces}
             self._entries[f"{layer}.weight"] = _Coded({k: v for k, v in found.items() if v is not None})
 
+    def has_codes(self, name: str) -> bool:
+        """By its tensors."""
+        return isinstance(self._entries[name], _Coded)
+
     def read_codes(
         self, name: str, shape: tuple[int, ...], is_transposed: bool, rows: Cut | None
     ) -> Quantized | None:

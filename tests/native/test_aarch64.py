@@ -44,7 +44,7 @@ def objects(tmp_path_factory):
         ("test_skinny", (), "ok"),
         ("test_skinny_f32", (), "ok"),
         ("test_half", (), "ok"),
-        ("test_quantized", (), "ok"),
+        ("test_quantized", (), "neon_dotprod: ok"),
         ("test_attention", (4,), "worst error"),
         ("test_attention_f32", (), "worst error"),
         ("test_collectives", (2, 40, 1), "2 ranks"),

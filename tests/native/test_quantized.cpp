@@ -179,5 +179,5 @@ int main() {
   CHECK_EQ(nd_quantized_linear(0, ND_I8, x, &good, nullptr, y, nullptr, 1), -EINVAL, "int8 rows");
   for (int64_t outside : {-1, 3})
     CHECK_EQ(nd_quantized_lookup(ND_F32, &good, &outside, 1, y), -ERANGE, "a token");
-  puts("ok");
+  printf("%s: ok\n", nd_isa_name(0));
 }

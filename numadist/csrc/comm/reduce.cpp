@@ -75,6 +75,8 @@ constexpr ByIsa<Table> kTables{
     table_of(avx512::find_kernel, avx512::find_fused_kernel),  // dot products of bytes are none
     table_of(avx512_bf16::find_kernel, avx512::find_fused_kernel),
     table_of(avx512_bf16::find_kernel, avx512::find_fused_kernel),  // the tiles have nothing for reductions
+#elif defined(__aarch64__)
+    table_of(portable::find_kernel, portable::find_fused_kernel),
 #endif
 };
 

@@ -38,6 +38,8 @@ ND_TARGET_END
 #define ND_BY_ISA(Kernels, kind)                                                               \
   ByIsa<Kernels>(ND_KERNELS(portable, kind), ND_KERNELS(avx2, kind), ND_KERNELS(avx512, kind), \
                  ND_KERNELS(avx512, kind), ND_KERNELS(avx512, kind), ND_KERNELS(avx512, kind))
+#elif defined(__aarch64__)
+#define ND_BY_ISA(Kernels, kind) ByIsa<Kernels>(ND_KERNELS(portable, kind), ND_KERNELS(portable, kind))
 #else
 #define ND_BY_ISA(Kernels, kind) ByIsa<Kernels>(ND_KERNELS(portable, kind))
 #endif

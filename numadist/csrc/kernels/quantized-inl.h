@@ -64,6 +64,19 @@ struct Dot {
   static Ints add_pairs(Shorts a) { return (Ints)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi16(1)); }
 #endif
 };
+#elif defined(ND_HAS_DOTPROD)
+// Both sides are signed, which codes of fewer bits are too.
+struct Dot {
+  static constexpr int kZero8 = 0;
+  Ints sum;
+  void begin(int32_t start) { sum = Ints{} + start; }
+  Ints end() const { return sum; }
+  template <int kBits>
+  void add(Bytes codes, uint32_t x, size_t) {
+    const Bytes signed_codes = kBits == 8 ? codes ^ 0x80 : codes;
+    sum = (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)signed_codes, (int8x16_t)vdupq_n_u32(x));
+  }
+};
 #else
 struct Dot {
   static constexpr int kZero8 = 128;

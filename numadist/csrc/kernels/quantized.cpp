@@ -33,6 +33,19 @@ constexpr size_t kRegisters = 32;
 ND_TARGET_END
 #endif
 
+#if defined(__aarch64__)
+ND_TARGET_NEON_DOTPROD_BEGIN
+namespace neon_dotprod {
+#define ND_LANES 4
+#define ND_HAS_DOTPROD
+constexpr size_t kRegisters = 32;
+#include ND_SOURCE
+#undef ND_HAS_DOTPROD
+#undef ND_LANES
+}  // namespace neon_dotprod
+ND_TARGET_NEON_DOTPROD_END
+#endif
+
 // Of one dtype of x.
 struct Kernels {
   void (*quantize_row)(const QuantizedCall&, const QuantizedRows&, size_t row);
@@ -46,6 +59,8 @@ struct Kernels {
 #define ND_EACH(kind)                                                                                     \
   ByIsa<Kernels>(ND_OF(portable, kind), ND_OF(avx2, kind), ND_OF(avx512, kind), ND_OF(avx512_vnni, kind), \
                  ND_OF(avx512_vnni, kind), ND_OF(avx512_vnni, kind))
+#elif defined(__aarch64__)
+#define ND_EACH(kind) ByIsa<Kernels>(ND_OF(portable, kind), ND_OF(neon_dotprod, kind))
 #else
 #define ND_EACH(kind) ByIsa<Kernels>(ND_OF(portable, kind))
 #endif

@@ -54,6 +54,8 @@ constexpr ByIsa<PanelsKernel> kKernels{
     avx512::multiply_panels<Width>,
     avx512_bf16::multiply_panels<Width>,
     amx_bf16::multiply_panels<amx_bf16::AmxTiles, Width>,
+#elif defined(__aarch64__)
+    portable::multiply_panels<Width>,
 #endif
 };
 

@@ -12,10 +12,13 @@ from numadist import models
 from numadist.weights.fake import empty_parameters
 
 # Bytes of a block that are scales in f16: an own one, and the minimum.
-_SCALES = {"Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
-_HALF_OF_CODES = {"Q4_1": 8, "Q5_1": 16, "Q4_K": 300, "Q5_K": 700}
+_SCALES = {"Q6_K": (208,), "Q2_K": (80, 82), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
+_HALF_OF_CODES = {"Q4_1": 8, "Q5_1": 16, "Q4_K": 300, "Q5_K": 700, "Q2_K": 10}
 # Numbers of random codes have about this size times their scale.
-_SPREAD = {"Q8_0": 74, "Q5_0": 9, "Q4_0": 4.6, "Q4_1": 4.6, "Q5_1": 9, "Q4_K": 170, "Q5_K": 330, "Q6_K": 1400}
+_SPREAD = {
+    **{"Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9, "Q5_1": 9, "Q8_0": 74},
+    **{"Q2_K": 13, "Q4_K": 170, "Q5_K": 330, "Q6_K": 1400, "IQ4_NL": 70},
+}
 # Layers alternate between these.
 MIXED = (
     {
@@ -105,5 +108,5 @@ def _add(writer: Any, name: str, kind: str, shape: tuple[int, ...], size: float 
     raw[..., places[0] : places[0] + 2] = scale.half().view(torch.uint8)
     if len(places) > 1:  # the numbers of a group lie around zero
         factor = -_HALF_OF_CODES[kind] if kind in ("Q4_1", "Q5_1") else _HALF_OF_CODES[kind] / 30
-        raw[..., 2:4] = (factor * scale).half().view(torch.uint8)
+        raw[..., places[1] : places[1] + 2] = (factor * scale).half().view(torch.uint8)
     writer.add_tensor(name, raw.flatten(-2).numpy(), raw_dtype=of)

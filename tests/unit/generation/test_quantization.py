@@ -1,6 +1,8 @@
 """Generation on the codes of a file, and on weights rounded while they are loaded, against the widened weights."""
 
 import copy
+import functools
+import logging
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from numadist.generation.pretrained import open_pretrained
 from numadist.generation.step import capture_step
 from numadist.kernels.quantized import quantize
 from numadist.lowering.quantized import coded_weights, reads_codes
+from numadist.lowering.recorded_step import ReplayedStep
 from numadist.pipeline.quantize import codes_of
 from numadist.pipeline.stages import Site, checkpoint_of, localize
 from numadist.sharding.build_schema import build_schema
@@ -27,11 +30,17 @@ from numadist.sharding.placement import Shard
 from numadist.weights.slices import local_slice
 
 
+@functools.cache
+def step_of_file(dtype):
+    return capture_step(without_memory(dtype))
+
+
 def generators(path, num_ranks, dtype=torch.float32, **options):
     options = {"max_batch_size": 4, "max_length": 64, "quantization": "auto", **options}
-    step = capture_step(without_memory(dtype))
     return [
-        Generator.of_captured(without_memory(dtype), copy.deepcopy(step), peers, weights=path, **options)
+        Generator.of_captured(
+            without_memory(dtype), copy.deepcopy(step_of_file(dtype)), peers, weights=path, **options
+        )
         for peers in peers_of(num_ranks)
     ]
 
@@ -64,11 +73,10 @@ def mixed(tmp_path_factory):
 
 
 def one_rank(path, quantization, dtype=torch.float32):
-    model = without_memory(dtype)
-    step = capture_step(model)
+    step = copy.deepcopy(step_of_file(dtype))
     schema = build_schema(step.captured, 1)
     return localize(
-        step.captured, schema, Site(0, None), checkpoint_of(path, model), quantization
+        step.captured, schema, Site(0, None), checkpoint_of(path, without_memory(dtype)), quantization
     ), step.layers
 
 
@@ -132,8 +140,7 @@ def test_weights_rounded_while_they_are_loaded_are_those_rounded_before(name, qu
     assert part.num_bytes < (0.4 if bits == 8 else 0.27) * wanted.num_bytes
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(("name", "num_ranks"), [("gpt2", 2), ("llama", 2), ("llama", 3)])
 def test_ranks_round_by_the_same_groups_however_they_are_cut(name, num_ranks):
     step = captured(name)
     shards = build_schema(step.captured, num_ranks).param_shards()
@@ -155,6 +162,8 @@ def test_compiled_steps_run_on_the_same_codes(mixed):
     eager, compiled = generators(mixed, 1), generators(mixed, 1, compile=True)
     assert compiled[0].local_bytes <= eager[0].local_bytes * 1.01
     assert continued(compiled, 5, 9) == continued(eager, 5, 9)
+    steps = compiled[0].runner._forward._ready
+    assert [type(step) for (_, one_token, _), step in steps.items() if one_token] == [ReplayedStep]
 
 
 def test_a_damaged_scale_names_its_tensor(mixed, tmp_path):
@@ -228,3 +237,15 @@ def test_folders_of_other_tools_generate_alike_on_any_number_of_ranks(method, co
         answers.append((continued(ranks, 5, 9), sum(rank.local_bytes for rank in ranks)))
     assert answers[0][0] == answers[1][0]
     assert answers[0][1] < 0.75 * answers[2][1]
+
+
+def test_what_is_widened_is_told(tmp_path, caplog):
+    write(tmp_path / "m.gguf", ({**MIXED[1], "attn_q": "Q2_K", "ffn_up": "IQ4_NL"},))
+    with caplog.at_level(logging.INFO, "numadist"):
+        part, layers = one_rank(tmp_path / "m.gguf", "auto")
+    assert "12 quantized tensors are widened to 7 MB over all ranks" in caplog.text
+    assert "mlp.down_proj.weight" in caplog.text
+    assert "weights that stay codes: " in caplog.text
+    plain, _ = one_rank(tmp_path / "m.gguf", None)
+    seen, wanted = logits(part, layers), logits(plain, layers)
+    assert (seen - wanted).norm() < 0.05 * wanted.norm()
