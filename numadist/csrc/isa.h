@@ -44,7 +44,8 @@ class ByIsa {
 // own, and includes no header of others: an inline function of one would be compiled for the set too, and the linker
 // could choose that copy for the whole program.
 #if defined(__aarch64__)
-#define ND_TARGET_NEON_DOTPROD_BEGIN _Pragma("GCC push_options") _Pragma("GCC target(\"arch=armv8.2-a+dotprod\")")
+#define ND_TARGET_NEON_DOTPROD_BEGIN \
+  _Pragma("GCC push_options") _Pragma("GCC target(\"arch=armv8.2-a+dotprod\")")
 #define ND_TARGET_NEON_DOTPROD_END _Pragma("GCC pop_options")
 #endif
 #if defined(__x86_64__)
