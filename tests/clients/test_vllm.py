@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from clients import LIMIT_S, NUMARUN, PROGRAMS, Failed, environment, num_traced, result_of
+from clients import LIMIT_S, NUMARUN, PROGRAMS, Failed, environment, result_of
 
 pytestmark = [pytest.mark.mp, pytest.mark.slow]
 pytest.importorskip("vllm")
@@ -179,7 +179,8 @@ def test_one_command_serves_and_a_killed_worker_ends_it(serve, tokens, tmp_path)
         with contextlib.suppress(ProcessLookupError):
             assert select.select([os.pidfd_open(pid)], [], [], LIMIT_S)[0], f"process {pid} is left"
     assert set(os.listdir("/dev/shm")) <= before
-    assert re.search(r"rank 1 \(pid \d+\) is gone", server.log.read_text())
+    # vLLM's tensor-parallel sums are ours, and its log has our message.
+    assert re.search(r"PeerLost: .*all_reduce\(SUM.*: rank 1 \(pid \d+\) is gone", server.log.read_text())
 
 
 @pytest.mark.parametrize("words", [("-dp", "2")], ids=["data-parallel"])
@@ -187,12 +188,3 @@ def test_two_engines_serve(serve, tokens, words):
     server = serve(*words)
     server.wait_for_line("Application startup complete")
     assert [server.complete(12) for _ in range(4)] == [tokens[0]] * 4
-
-
-def test_the_server_sums_through_numadist(serve, tmp_path):
-    server = serve("-tp", "2")
-    server.wait_for_line("Application startup complete")
-    server.complete(12)
-    os.kill(server.process.pid, signal.SIGTERM)
-    server.process.wait(LIMIT_S)
-    assert num_traced(tmp_path) > 12
