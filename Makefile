@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 TEST_PACKAGES := qemu-system-x86 linux-image-amd64 busybox-static cpio kmod iproute2 libomp5 \
   qemu-user g++-aarch64-linux-gnu
 
-.PHONY: demo test test-all test-slow nightly lint format docs build wheel venv test-packages clean
+.PHONY: demo test test-all test-slow clients nightly lint format docs build wheel venv test-packages clean
 
 demo: venv
 	$(BIN)/numarun --nproc-per-socket 2 examples/prefill.py
@@ -27,8 +27,27 @@ test: venv
 test-all:
 	$(MAKE) --no-print-directory --keep-going --jobs 1 test-packages test test-slow
 
+# Clients that need nothing but torch and transformers.
+CLIENTS_HERE := $(addprefix tests/clients/test_,torch_training.py torchrun.py training_loops.py transformers.py)
+
 test-slow: venv test-packages
-	$(PYTEST) -m 'slow and not nightly' tests/guest tests/native tests/conformance tests/mp tests/unit
+	$(PYTEST) -m 'slow and not nightly' tests/guest tests/native tests/conformance tests/mp tests/unit $(CLIENTS_HERE)
+
+# Programs of others on our backend: vLLM, transformers, accelerate, Lightning, DeepSpeed, torchrun. They come from PyPI
+# into a venv of their own, in the versions that tests/clients/requirements.txt names; torch from wherever pip takes it.
+CLIENTS := .venv-clients
+
+clients: $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python -m pytest tests/clients
+
+$(CLIENTS)/.installed: pyproject.toml setup.py tests/clients/requirements.txt $(CSRC)
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --requirement tests/clients/requirements.txt
+	$(CLIENTS)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(CLIENTS)/bin/pip install --quiet --constraint tests/clients/requirements.txt --config-settings editable_mode=compat --editable .
+	DS_BUILD_OPS=0 $(CLIENTS)/bin/pip install --quiet --no-build-isolation deepspeed==0.19.8 \
+	  || echo "DeepSpeed does not install here: its tests will skip"
+	touch $@
 
 # What takes minutes to hours: ten million collectives, forty architectures, quality of quantized weights.
 nightly: venv test-packages
@@ -82,4 +101,4 @@ test-packages:
 	  || echo "a test whose package is not here will skip: $(TEST_PACKAGES)"
 
 clean:
-	rm -rf $(VENV) build *.egg-info numadist/_core.so
+	rm -rf $(VENV) $(CLIENTS) build *.egg-info numadist/_core.so

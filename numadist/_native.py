@@ -166,6 +166,7 @@ class Arguments(ctypes.Structure):
 
 # Arguments after the handle; every function returns 0 or -errno.
 _PTR, _PTRS = c_void_p, POINTER(c_void_p)
+_WORD = c_void_p  # an integer of a quick call: ctypes takes five times longer to make a size_t of it
 _GROUP_FUNCTIONS: dict[str, list] = {
     "nd_group_connect": [POINTER(c_int32)],
     "nd_group_close": [],
@@ -187,10 +188,10 @@ _GROUP_FUNCTIONS: dict[str, list] = {
     "nd_message_test": [c_void_p],
     "nd_message_free": [c_void_p],
     "nd_barrier": [],
-    "nd_all_reduce": [_PTR, _PTR, c_size_t, c_int, c_int],
-    "nd_all_gather": [_PTR, _PTRS, c_size_t, c_int],
-    "nd_reduce_scatter": [_PTRS, _PTR, c_size_t, c_int, c_int],
-    "nd_broadcast": [_PTR, c_size_t, c_int, c_int],
+    "nd_all_reduce": [_PTR, _PTR, _WORD, _WORD, _WORD],
+    "nd_all_gather": [_PTR, _PTRS, _WORD, _WORD],
+    "nd_reduce_scatter": [_PTRS, _PTR, _WORD, _WORD, _WORD],
+    "nd_broadcast": [_PTR, _WORD, _WORD, _WORD],
     "nd_scatter": [_PTRS, _PTR, c_size_t, c_int, c_int],
     "nd_gather": [_PTR, _PTRS, c_size_t, c_int, c_int],
     "nd_reduce": [_PTR, _PTR, c_size_t, c_int, c_int, c_int],

@@ -32,7 +32,6 @@ class _Call(ctypes.Structure):
 
 
 lib.nd_replay.argtypes = [POINTER(_Call), c_size_t, POINTER(c_size_t)]
-_state = threading.local()
 
 
 class Recording:
@@ -92,14 +91,23 @@ class Recording:
             check(code, "a recorded call")
 
 
+class _ThisThread(threading.local):
+    """What it records. The value of the class spares threads without a recording an AttributeError a look."""
+
+    recording: Recording | None = None
+
+
+this_thread = _ThisThread()
+
+
 @contextmanager
 def recording() -> Iterator[Recording]:
     """Note the calls that this thread makes."""
-    _state.recording = new = Recording()
+    this_thread.recording = new = Recording()
     try:
         yield new
     finally:
-        _state.recording = None
+        this_thread.recording = None
 
 
 def call(function: Any, *args: Any, what: Callable[[], str]) -> None:
@@ -112,7 +120,7 @@ def call(function: Any, *args: Any, what: Callable[[], str]) -> None:
 
 def active() -> Recording | None:
     """This thread's recording."""
-    return getattr(_state, "recording", None)
+    return this_thread.recording
 
 
 def contiguous(x: Tensor) -> Tensor:

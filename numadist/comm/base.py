@@ -47,6 +47,8 @@ def reduction_of(opts: Any, in_place: Sequence[Tensor] = ()) -> Op:
     """The core's reduction; PREMUL_SUM scales the tensors to be reduced in place, and is a sum then."""
     if opts is None:
         return Op.SUM
+    if opts.reduceOp == ReduceOp.SUM:
+        return Op.SUM  # without a look-up, which takes a microsecond
     name = opts.reduceOp.op
     op = OPS.get(name)
     if op is not None:
@@ -223,6 +225,9 @@ class NumaGroup(CoreGroup):
 
     def all_reduce_(self, t: Tensor, op: Op) -> None:
         """Replace t by its reduction over the group; every rank gets the same bits."""
+        if t.is_sparse:
+            self._all_reduce_sparse(t, op)
+            return
         self._make([collective_calls.in_place(Coll.ALL_REDUCE, t, op)], [t], op)
 
     def reduce_scatter_(self, out: Tensor, t: Tensor, op: Op) -> None:
@@ -249,15 +254,12 @@ class NumaGroup(CoreGroup):
     @overloaded
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         op = reduction_of(opts, tensors)
-        for t in tensors:
-            if t.is_sparse:
-                return self._allreduce_sparse(tensors, op)
-        if is_async(opts):
+        if is_async(opts) and not any(t.is_sparse for t in tensors):
             calls = [collective_calls.in_place(Coll.ALL_REDUCE, t, op) for t in tensors]
             return self._run(calls, tensors, opts, op)
         for t in tensors:
             self.all_reduce_(t, op)
-        return DONE
+        return DoneWork(tensors) if is_async(opts) else DONE
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)
@@ -408,12 +410,10 @@ class NumaGroup(CoreGroup):
         self._make(calls, result, op)
         return DONE
 
-    def _allreduce_sparse(self, tensors: list[Tensor], op: Op) -> Work:
+    def _all_reduce_sparse(self, t: Tensor, op: Op) -> None:
         if op != Op.SUM:
             raise CommError(f"sparse tensors have SUM only, not {op.name}")
-        for t in tensors:
-            sum_sparse_(t, self._gather_copies)
-        return DoneWork(tensors)
+        sum_sparse_(t, self._gather_copies)
 
     def _gather_copies(self, x: Tensor) -> list[Tensor]:
         """Everybody's x, in rank order."""

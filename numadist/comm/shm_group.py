@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, Work
 
 from numadist import _native
 from numadist._native import Coll, Op, pointers
-from numadist._native_replay import active as recorder
 from numadist._native_replay import address_of
+from numadist._native_replay import this_thread as _replay
 from numadist.comm.base import NumaGroup
 from numadist.comm.collective_calls import CollectiveCall
 from numadist.comm.dtypes import CODES, REAL_CODES
@@ -22,12 +22,15 @@ from numadist.comm.dynamo import hide_from_dynamo
 from numadist.comm.fused import AfterSum, all_reduce_fused
 from numadist.comm.monitored_barrier import monitored_barrier
 from numadist.comm.tensors import StagedOutputs, readable
-from numadist.comm.works import CollectiveWork, MessageWork, TaskWork
+from numadist.comm.works import DONE, CollectiveWork, MessageWork, TaskWork
 
 _nd_all_reduce = _native.lib.nd_all_reduce
 _nd_all_reduce_address = address_of(_nd_all_reduce)
 _nd_reduce_scatter = _native.lib.nd_reduce_scatter
 _nd_all_gather = _native.lib.nd_all_gather
+# What the quickest calls look up.
+_SUM, _STRIDED = Op.SUM, torch.strided
+_TORCH_SUM: Any = ReduceOp.SUM  # torch's stubs do not say that options compare with it
 
 
 class ShmGroup(NumaGroup):
@@ -38,20 +41,34 @@ class ShmGroup(NumaGroup):
     def __repr__(self) -> str:
         return f"ShmGroup(name={self._name!r}, rank={self._rank}, world={self._world})"
 
+    def allreduce(self, *args: Any, **kwargs: Any) -> Work:
+        # What torch.distributed.all_reduce gives, without a look at what else torch's signatures allow.
+        tensors, opts = args if len(args) == 2 else (None, None)
+        if (
+            type(opts) is AllreduceOptions
+            and opts.reduceOp == _TORCH_SUM
+            and not opts.asyncOp
+            and type(tensors) is list
+            and len(tensors) == 1
+        ):
+            self.all_reduce_(tensors[0], _SUM)
+            return DONE
+        return super().allreduce(*args, **kwargs)
+
     def all_reduce_(self, t: Tensor, op: Op) -> None:
         # The way of nearly all calls, kept short: decode makes thousands a second of a few microseconds each.
         dtype = REAL_CODES.get(t.dtype)
-        address = t.data_ptr() if t.is_cpu and t.layout is torch.strided else 1
+        address = t.data_ptr() if t.is_cpu and t.layout is _STRIDED else 1
         if dtype is None or address & 7 or not t.is_contiguous() or t.is_neg():
-            if (found := recorder()) is not None:
+            if (found := _replay.recording) is not None:
                 found.refused = "an all-reduce of other than plain numbers in order"
             super().all_reduce_(t, op)
             return
-        args = self._core(), address, address, t.numel(), dtype, int(op)
-        if (found := recorder()) is not None:
+        handle, count = self._handle or self._core(), t.numel()
+        if (found := _replay.recording) is not None:
+            args = handle, address, address, count, dtype, op
             found.note(_nd_all_reduce_address, args, functools.partial(self._fail, t, op))
-        code = _nd_all_reduce(*args)
-        if code:
+        if code := _nd_all_reduce(handle, address, address, count, dtype, op):
             raise self._error(code, [t], op)
 
     def _fail(self, t: Tensor, op: Op, code: int) -> None:

@@ -31,6 +31,10 @@ COMMANDS = {
         "numadist.commands.bench:main",
         "serve --synthetic: latencies and goodput of three schedules",
     ),
+    "vllm": (
+        "numadist.launch.vllm:main",
+        "serve MODEL -tp 2 ...: vLLM with its workers on NUMA nodes and our collectives",
+    ),
     "profile": ("numadist.commands.profile:main", "measure this machine for the cost model"),
     "tune": ("numadist.commands.tune:main", "measure ranks and threads for both phases: plan.json"),
     "simulate": ("numadist.commands.simulate:main", "predicted speed-ups on machines nobody here has"),

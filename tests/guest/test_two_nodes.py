@@ -110,3 +110,17 @@ def test_in_process_shards_are_on_the_node_of_their_threads(two_nodes):
 def test_patched_clone_puts_every_page_on_the_node_it_names(two_nodes):
     seen = two_nodes["inprocess_pages"].only["patched_clone"]
     assert [list(where) for where in seen] == [["0"], ["1"]], seen
+
+
+def test_scripts_of_fsdp2_and_of_transformers_hold_their_parts_on_their_nodes(two_nodes):
+    check = two_nodes["clients_rank"]
+    assert check.exit_code == 0, check.stderr
+    assert sorted(check.by_rank) == [0, 1], check.stdout
+    for rank, seen in check.by_rank.items():
+        assert seen["group"] == "ShmGroup"
+        for name, pages in (seen["fsdp_pages"] | seen["split_pages"]).items():
+            assert pages.keys() == {str(rank)}, f"rank {rank}: {name} has pages on {pages}"
+        assert seen["split_elements"] < 0.7 * seen["whole_elements"]
+        assert seen["error"] < 1e-5
+        assert seen["losses"][2] < seen["losses"][0]
+        assert seen["losses"] == check.by_rank[0]["losses"]

@@ -3,6 +3,8 @@
 #include <errno.h>
 #include <string.h>
 
+#include <atomic>
+
 #include "harness.h"
 
 namespace {
@@ -221,6 +223,52 @@ void sums_in_the_background(int world, int rounds, unsigned seed) {
   });
 }
 
+// A small sum that was started gives peers what they wait for, whatever its own rank does before it waits; then the
+// rank waits, or asks until it is done, or starts a large one behind it.
+void small_sums_need_no_wait_for_peers(int world) {
+  for (int then = 0; then < 3; ++then) {
+    std::atomic<int> finished{0};
+    run_ranks(world, [&](int rank, NdGroup* group) {
+      int x = rank;
+      NdArguments a{};
+      a.coll = ND_ALL_REDUCE;
+      a.dtype = ND_I32;
+      a.op = ND_SUM;
+      a.in = a.out = &x;
+      a.count = 1;
+      if (rank != 0) {
+        CHECK_EQ(nd_run(group, &a), 0, "rank %d", rank);
+        ++finished;
+      }
+      std::vector<int> large(100000, 1);
+      NdTask *task = nullptr, *behind = nullptr;
+      int code = 1;
+      if (rank == 0) {
+        CHECK_EQ(nd_task_start(group, &a, &task), 0, "start");
+        while (finished < world - 1) std::this_thread::yield();
+      }
+      if (then == 2) {
+        a.in = a.out = large.data();
+        a.count = large.size();
+        CHECK_EQ(nd_task_start(group, &a, &behind), 0, "start");
+        CHECK_EQ(nd_task_wait(group, behind, ND_FOREVER, &code), 0, "wait");
+        CHECK_EQ(code, 0, "the large sum");
+        for (const int value : large) CHECK_EQ(value, world, "rank %d", rank);
+        CHECK_EQ(nd_task_free(group, behind), 0, "free");
+      }
+      if (rank == 0) {
+        if (then == 1)
+          while (nd_task_wait(group, task, 0, &code) == -ETIMEDOUT) std::this_thread::yield();
+        else
+          CHECK_EQ(nd_task_wait(group, task, ND_FOREVER, &code), 0, "wait");
+        CHECK_EQ(code, 0, "task");
+        CHECK_EQ(nd_task_free(group, task), 0, "free");
+      }
+      CHECK_EQ(x, world * (world - 1) / 2, "rank %d, then %d", rank, then);
+    });
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -234,6 +282,7 @@ int main(int argc, char** argv) {
   receive_from_a_closed_rank_is_lost();
   receive_can_be_withdrawn();
   sums_in_the_background(world, rounds, seed);
+  small_sums_need_no_wait_for_peers(world);
   printf("ok: %d rounds on %d ranks\n", rounds, world);
   return 0;
 }

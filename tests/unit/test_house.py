@@ -96,7 +96,7 @@ MAY_IMPORT = {
         ),
     },
 }
-MAY_PRINT = ("numadist/commands/", "launch/cli.py", "launch/report.py")
+MAY_PRINT = ("numadist/commands/", "launch/cli.py", "launch/report.py", "launch/vllm.py")
 MAY_USE_CTYPES = {
     *(
         f"numadist/{n}.py"
@@ -104,7 +104,7 @@ MAY_USE_CTYPES = {
     )
 }
 # launch builds the environment of its children, so it copies os.environ as a whole.
-MAY_READ_ENVIRON = {"numadist/config.py", "launch/cli.py"}
+MAY_READ_ENVIRON = {"numadist/config.py", "launch/cli.py", "launch/vllm.py"}
 
 
 def relative(path: Path) -> str:

@@ -34,31 +34,35 @@ inline size_t round_down(size_t n, size_t unit) { return n / unit * unit; }
 // Peers in shifted order: at any time the ranks address different peers.
 inline int peer_at(const NdGroup& g, int shift) { return (g.rank + shift) % g.world; }
 
+// Collectives of one round can be made in two parts, see async.cpp: one publishes this rank's data and returns, the
+// other waits for the peers. Which part this thread makes now:
+enum class Stage { kWhole, kBegin, kFinish };
+extern thread_local Stage stage;
+
+// A slot cut in one piece for each destination.
+inline size_t piece_bytes(const NdGroup& g) {
+  return round_down(kSlotBytes / static_cast<size_t>(g.world), kLine);
+}
+
 // Enters a collective: takes the lock, refuses a forked or failed handle, sets the deadline, announces the call.
 class CollectiveCall {
  public:
   CollectiveCall(NdGroup* group, NdColl coll, uint64_t bytes, int root = -1, int dtype = 0, int op = 0)
-      : g_(*group) {
-    if (g_.magic != kMagic) {
-      code = -ECHILD;
-      return;
-    }
-    wait_for_queue(g_);
-    g_.mutex->lock();
-    locked_ = true;
-    code = g_.failed.load(std::memory_order_acquire);
+      : g_(*group), stage_(stage) {
+    code = lock();
     if (code != 0) return;
-    if (g_.header->abort.load(std::memory_order_relaxed) != kRunning) {
-      code = adopt_abort(g_);
-      return;
-    }
-    entered_ = true;
+    code = g_.failed.load(std::memory_order_acquire);
+    if (code == 0 && g_.header->abort.load(std::memory_order_relaxed) != kRunning) code = adopt_abort(g_);
+    if (code != 0) return;
+    entered_ = stage_ != Stage::kBegin;
     // A look at the clock takes a tenth of a small call, so only who asked for times pays for it.
-    if (g_.timed) {
+    if (g_.timed && entered_) {
       begin_ns_ = now_ns();
       waited_ns_ = g_.stats.wait_ns;
     }
     g_.deadline_ns = 0;
+    if (stage_ == Stage::kFinish) return;
+    g_.begun = stage_ == Stage::kBegin;
     g_.call = NdCall{
         static_cast<uint8_t>(coll), static_cast<uint8_t>(op), static_cast<uint8_t>(dtype), 0, root, bytes};
     g_.history[(g_.num_colls + 1) % ND_HISTORY] = g_.call;
@@ -71,6 +75,7 @@ class CollectiveCall {
   }
   ~CollectiveCall() {
     if (!locked_) return;
+    if (stage_ == Stage::kFinish) g_.begun = false;
     if (entered_) ++g_.stats.num_calls;
     if (begin_ns_ != 0) {
       const uint64_t ns = now_ns() - begin_ns_;
@@ -85,7 +90,25 @@ class CollectiveCall {
   int code = 0;
 
  private:
+  int lock() {
+    if (g_.magic != kMagic) return -ECHILD;
+    if (stage_ == Stage::kBegin) {  // must not wait: a call of another thread may take long
+      locked_ = g_.mutex->try_lock();
+      return locked_ ? 0 : -EAGAIN;
+    }
+    for (;;) {
+      if (stage_ == Stage::kWhole) wait_for_queue(g_);
+      g_.mutex->lock();
+      // Another thread may have begun a call between the two lines above.
+      if (stage_ == Stage::kFinish || !g_.begun) break;
+      g_.mutex->unlock();
+    }
+    locked_ = true;
+    return 0;
+  }
+
   NdGroup& g_;
+  const Stage stage_;
   bool locked_ = false;
   bool entered_ = false;
   uint64_t begin_ns_ = 0, waited_ns_ = 0;
@@ -100,17 +123,23 @@ inline int wait_all(NdGroup& g, uint64_t seq, bool first) {
   return 0;
 }
 
+// The events that this rank had published when the running collective, of one event so far if begun, started.
+inline uint64_t first_event(const NdGroup& g) { return g.seq - (stage == Stage::kFinish ? 1 : 0); }
+
 // The frame of all one-step collectives. For each of `num_rounds` chunks: fill(k, my slot), publish, wait for
 // all, drain(k, seq of the chunk's event). Chunk k+1 is filled before chunk k is waited for.
 template <typename Fill, typename Drain>
 int run_rounds(NdGroup& g, size_t num_rounds, Fill fill, Drain drain) {
-  const uint64_t base = g.seq;
+  const uint64_t base = first_event(g);
   if (g.world == 1) {
     for (size_t k = 0; k < num_rounds; ++k) drain(k, base);
     return 0;
   }
-  fill(0, slot_of(g, g.rank, base + 1));
-  publish(g);
+  if (stage != Stage::kFinish) {
+    fill(0, slot_of(g, g.rank, base + 1));
+    publish(g);
+  }
+  if (stage == Stage::kBegin) return 0;
   for (size_t k = 0; k < num_rounds; ++k) {
     if (k + 1 < num_rounds) {
       fill(k + 1, slot_of(g, g.rank, base + k + 2));
@@ -148,12 +177,13 @@ int reduce_by_swap(NdGroup& g, const Bytes* in, size_t bytes, const Pieces& piec
   const int peer = 1 - g.rank;
   const Chunks chunks{bytes, pieces.chunk_bytes};
   const size_t num_chunks = chunks.count();
-  const uint64_t base = g.seq, first_swap = g.num_swaps;
+  const uint64_t base = first_event(g), first_swap = g.num_swaps;
   const auto slot_to_write = [&](uint64_t j) { return g.parts[(g.rank + (j >> 1)) & 1].swap[j & 1]; };
-  for (size_t k = 0; k < std::min<size_t>(2, num_chunks); ++k) {
+  for (size_t k = 0; k < std::min<size_t>(2, num_chunks) && stage != Stage::kFinish; ++k) {
     copy(slot_to_write(first_swap + k), in + chunks.begin(k), chunks.size(k));
     publish(g);
   }
+  if (stage == Stage::kBegin) return 0;
   for (size_t k = 0; k < num_chunks; ++k) {
     if (const int rc = k == 0 ? meet(g, peer, base + 1) : wait_event(g, peer, base + k + 1)) return rc;
     Bytes* slot = slot_to_write(first_swap + k + 2);  // the peer's chunk k is where my chunk k + 2 goes

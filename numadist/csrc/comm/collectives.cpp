@@ -79,9 +79,6 @@ class TwoShot {
   const uint64_t base_;
 };
 
-// A slot cut in one piece for each destination.
-size_t piece_bytes(const NdGroup& g) { return round_down(kSlotBytes / static_cast<size_t>(g.world), kLine); }
-
 void copy_unless_same(void* dst, const void* src, size_t bytes) {
   if (dst != src) copy(dst, src, bytes);
 }

@@ -123,6 +123,7 @@ struct NdGroup {
   uint64_t deadline_ns;        // of the running collective; 0: it has not waited for long yet
   uint64_t awaited;            // the event waited for last; peers that lack it are named in a report
   NdCall call;                 // the running collective
+  bool begun;                  // it is one in two parts, and the second has not been made
   NdCall history[ND_HISTORY];  // collective n at [n % ND_HISTORY]
   std::atomic<int> failed;     // sticky code
   NdReport report;
