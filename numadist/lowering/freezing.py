@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._inductor.config as inductor_config
 from torch.utils._pytree import tree_leaves
 
 from numadist.log import get_logger
@@ -63,6 +62,8 @@ _inside = 0
 @contextmanager
 def freezing() -> Iterator[None]:
     """The global setting, on while any thread is inside: thread groups compile at the same time."""
+    import torch._inductor.config as inductor_config  # late: it brings Dynamo, a second of a start
+
     global _inside
     with _lock:
         _inside += 1

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from torch._inductor.runtime.cache_dir_utils import cache_dir
-
 from numadist.log import get_logger
 
 log = get_logger(__name__)
@@ -52,6 +50,8 @@ def shared_out(
 @contextmanager
 def _claimed(text: str) -> Iterator[bool]:
     """Whether no other process is at it; none is until this ends, or this process does."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
     try:
         folder = Path(cache_dir()) / "numadist-claims"
         folder.mkdir(parents=True, exist_ok=True)

@@ -103,14 +103,14 @@ class LocalModel:
         return compile_frozen(self.gm, one_shape=self.one_shape)
 
     def _pack(self, gm: GraphModule) -> None:
-        run_passes(gm, passes.PACKED)
+        run_passes(gm, passes.PACKED, runs=False)
         self.has_packed = True
 
     def compile_step(self, int8: bool = False) -> CompiledStep:
         """Last stage of a step of generation: two graphs over weights packed once. int8: decode on int8 weights."""
-        run_passes(self.gm, passes.PACKED)
+        run_passes(self.gm, passes.PACKED, runs=False)
         decode = _copied(self.gm)
-        run_passes(decode, passes.DECODE_INT8 if int8 else passes.DECODE)
+        run_passes(decode, passes.DECODE_INT8 if int8 else passes.DECODE, runs=False)
         return CompiledStep(self.gm, decode)
 
 

@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "graph": {"errors", "torch"},
     "sharding": {"costmodel", "errors", "graph", "kernels", "log", "torch"},
     "weights": {"errors", "graph", "log", "sharding", "torch"},
-    "lowering": {"_native_replay", "graph", "kernels", "log", "torch"},
+    "lowering": {"_native_replay", "cache", "config", "graph", "kernels", "log", "torch"},
     "pipeline": {
         *("binding", "cache", "config", "errors", "log", "torch"),
         *("costmodel", "graph", "lowering", "memory", "sharding", "weights"),
