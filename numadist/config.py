@@ -66,6 +66,13 @@ class Config:
         "it lies in `~/.cache`. Empty: nothing is kept.",
     )
 
+    progress: str = knob(
+        "NUMADIST_PROGRESS",
+        "",
+        "Where a start says what it is at: `lines` on standard error, or a terminal's name; empty: nowhere. "
+        "numarun sets it for rank 0, unless `--quiet`; from `auto` it makes its own terminal, or lines.",
+    )
+
     # Diagnosis.
     trace: str = knob(
         "NUMADIST_TRACE",

@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from numadist.log import get_logger
+from numadist.progress import progress
 
 log = get_logger(__name__)
 
@@ -37,7 +38,7 @@ def compile_frozen(
                 return compiled(*args, **kwargs)
             begin = time.monotonic()
             log.info("compiling %s for inputs %s", type(module).__name__, _shown(sizes))
-            with freezing():
+            with progress("compiling"), freezing():
                 result = compiled(*args, **kwargs)
             log.info("compiled and ran in %.1f s", time.monotonic() - begin)
         seen.add(sizes)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from numadist.log import get_logger
+from numadist.progress import progress
 
 log = get_logger(__name__)
 
@@ -32,18 +33,20 @@ def shared_out(
     done: dict[Key, Result] = {}
     begin = time.monotonic()
     todo = list(wanted)
-    while todo:
-        waiting = []
-        for key in todo:
-            late = time.monotonic() - begin > patience_s
-            with _claimed(wanted[key]) as mine:
-                if mine or late:
+    with progress("compiling", len(todo), "parts") as advance:
+        while todo:
+            waiting = []
+            for key in todo:
+                late = time.monotonic() - begin > patience_s
+                with _claimed(wanted[key]) as mine:
+                    if not mine and not late:
+                        waiting.append(key)
+                        continue
                     done[key] = compile(key)
-                else:
-                    waiting.append(key)
-        if len(waiting) == len(todo):
-            time.sleep(_POLL_S)
-        todo = waiting
+                advance(1)
+            if len(waiting) == len(todo):
+                time.sleep(_POLL_S)
+            todo = waiting
     return done
 
 
