@@ -20,6 +20,7 @@ from numadist.generation.generator import Generator
 from numadist.generation.peers import peers_of
 from numadist.generation.pretrained import load_tokenizer, open_pretrained
 from numadist.generation.step import capture_step
+from numadist.generation.streamed_text import StreamedText
 
 # Garbage is looked for after so many, as compiling makes millions.
 _NEW_OBJECTS = 100_000
@@ -78,11 +79,12 @@ def _generate(options: Any, began: float) -> None:
     gc.enable()
     loaded = time.monotonic()
     times: list[float] = []
-    writer = _Writer(tokenizer)
+    text = StreamedText(tokenizer) if tokenizer is not None else None
 
     def on_token(row: int, token: int) -> None:
         times.append(time.monotonic())
-        writer.put(token)
+        assert text is not None  # only rank 0 is told
+        _write(text.put(token))
 
     generator.generate(
         [ids],
@@ -92,9 +94,15 @@ def _generate(options: Any, began: float) -> None:
         seed=options.seed,
         on_token=on_token,
     )
-    writer.end()
+    if text is not None:
+        _write(text.end() + "\n")
     if options.stats:
         _stats(generator, len(ids), began, loaded, times)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _prompt(tokenizer: Any, options: Any) -> list[int]:
@@ -108,30 +116,6 @@ def _prompt(tokenizer: Any, options: Any) -> list[int]:
     message = [{"role": "user", "content": text}]
     encoded = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
     return list(encoded["input_ids"])
-
-
-class _Writer:
-    """Text as its tokens come, no letter before all of its bytes are there. tokenizer None: another rank's."""
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._written = 0  # letters
-
-    def put(self, token: int) -> None:
-        self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._write(text)
-
-    def end(self) -> None:
-        if self._tokenizer is not None:
-            self._write(self._tokenizer.decode(self._tokens, skip_special_tokens=True) + "\n")
-
-    def _write(self, text: str) -> None:
-        sys.stdout.write(text[self._written :])
-        sys.stdout.flush()
-        self._written = len(text)
 
 
 def _stats(generator: Generator, num_prompt: int, began: float, loaded: float, times: list[float]) -> None:
