@@ -118,26 +118,35 @@ def is_plain(compiled: Any, context: TracingContext, num_inputs: int, num_output
 
     compiled: all that Inductor compiled for it. context: that it was compiled in.
     """
-    about: Any = context.fw_metadata
-    if len(compiled) != 1 or about is None or getattr(compiled[0][0], "constants", None):
+    if len(compiled) != 1 or getattr(compiled[0][0], "constants", None):
         return False
     _, inputs, outputs = compiled[0]
-    return (
-        (inputs, outputs) == (num_inputs, num_outputs)
-        and about.num_mutated_inp_runtime_indices == 0
-        and not about.tokens
-        and all(o.output_type.name == "non_alias" for o in about.output_info)
-    )
+    about: Any = context.fw_metadata
+    try:
+        return (
+            (inputs, outputs) == (num_inputs, num_outputs)
+            and about.num_mutated_inp_runtime_indices == 0
+            and not about.tokens
+            and all(o.output_type.name == "non_alias" for o in about.output_info)
+        )
+    except AttributeError as reason:  # another torch, or nothing is known
+        log.debug("compiled code is not kept: %s", reason)
+        return False
 
 
 def _isas_tried() -> bool:
     import torch._inductor.config as inductor_config
-    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
-    tried = list(map(str, valid_vec_isa_list()))
-    valid_vec_isa_list.cache_clear()
-    with inductor_config.patch({"cpp.vec_isa_ok": True}):
-        known = list(map(str, valid_vec_isa_list()))
+    try:
+        from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+        tried = list(map(str, valid_vec_isa_list()))
+        valid_vec_isa_list.cache_clear()
+        with inductor_config.patch({"cpp.vec_isa_ok": True}):
+            known = list(map(str, valid_vec_isa_list()))
+    except (ImportError, AttributeError, KeyError) as reason:  # another torch
+        log.debug("every start tries what the compiler has: %s", reason)
+        return False
     if tried != known:
         valid_vec_isa_list.cache_clear()
         log.debug("of the instruction sets %s the compiler has %s", known, tried)
