@@ -22,6 +22,7 @@ from numadist.generation.pretrained import load_tokenizer, open_pretrained
 from numadist.generation.step import capture_step
 from numadist.generation.streamed_text import StreamedText
 
+_LEAST_ROOM = 512
 # Garbage is looked for after so many, as compiling makes millions.
 _NEW_OBJECTS = 100_000
 
@@ -71,7 +72,7 @@ def _generate(options: Any, began: float) -> None:
         peers_of(None),
         weights=found.weights,
         max_batch_size=1,
-        max_length=int(length) + options.max_new_tokens,
+        max_length=room(int(length) + options.max_new_tokens, found.model.config, options.compile),
         compile=options.compile,
     )
     gc.freeze()
@@ -98,6 +99,17 @@ def _generate(options: Any, began: float) -> None:
         _write(text.end() + "\n")
     if options.stats:
         _stats(generator, len(ids), began, loaded, times)
+
+
+def room(tokens: int, config: Any, compile: bool) -> int:
+    """Tokens that a row has room for. Compiled code depends on it, so then it is one of few numbers."""
+    if not compile:
+        return tokens
+    size = _LEAST_ROOM
+    while size < tokens:
+        size *= 2
+    limit = getattr(config, "max_position_embeddings", None) or size
+    return max(tokens, min(size, limit))
 
 
 def _write(text: str) -> None:

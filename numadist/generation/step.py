@@ -10,6 +10,7 @@ Shapes: B rows, T tokens a row, S slots, H KV heads, K key size, D value size, V
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,7 @@ from numadist.pipeline.stages import capture
 # Sizes of the example inputs: all different, so that no dim is taken for another.
 _ROWS, _TOKENS, _SLOTS = 2, 3, 16
 _MAX_SIZE = 1 << 20
+_patching = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -231,15 +233,16 @@ def _heads_not_repeated(model: torch.nn.Module) -> Iterator[None]:
     config: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
     heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     name = "use_gqa_in_sdpa"
-    theirs = getattr(sdpa_attention, name, None)
-    if theirs is None or heads == kv_heads:
+    if heads == kv_heads or not hasattr(sdpa_attention, name):
         yield
         return
-    setattr(sdpa_attention, name, lambda *args, **kwargs: True)
-    try:
-        yield
-    finally:
-        setattr(sdpa_attention, name, theirs)
+    with _patching:  # ranks may be threads
+        theirs = getattr(sdpa_attention, name)
+        setattr(sdpa_attention, name, lambda *args, **kwargs: True)
+        try:
+            yield
+        finally:
+            setattr(sdpa_attention, name, theirs)
 
 
 def _captured(step: Step) -> CapturedStep:
