@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from numadist.launch.options import Options
 from numadist.launch.place import Placement, RankPlacement
+from numadist.progress import terminal_or_lines
 from numadist.topology.cpuset import format_list
 
 
@@ -31,7 +32,7 @@ def rank_environment(
     job: Job,
     restart: int,
 ) -> dict[str, str]:
-    """All variables of one rank; options.env wins over everything."""
+    """All variables of one rank; options.env wins over everything. Only rank 0 tells its progress."""
     local_world_size = len(plan.ranks)
     local_rank = placement.rank
     rank = options.node_rank * local_world_size + local_rank
@@ -65,8 +66,15 @@ def rank_environment(
         **({"NUMADIST_BACKEND": options.backend} if options.backend else {}),
         **_threads(inherited, options, placement, job),
         **dict(options.env),
+        "NUMADIST_PROGRESS": progress_place(inherited, options) if rank == 0 else "",
     }
     return {name: str(value) for name, value in environ.items()}
+
+
+def progress_place(inherited: Mapping[str, str], options: Options) -> str:
+    """Where rank 0 tells what it is at: `lines`, a terminal's name, or nowhere."""
+    asked = {**inherited, **dict(options.env)}.get("NUMADIST_PROGRESS", "" if options.quiet else "auto")
+    return terminal_or_lines() if asked == "auto" else asked
 
 
 def _store(job: Job, restart: int) -> dict[str, object]:

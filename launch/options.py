@@ -173,7 +173,7 @@ def _report_options(p: _Parser) -> None:
     p.option("--prefix", choices=("auto", "always", "never"), default="auto", help="[r0] before each line")
     p.option("--ranks", "--local-ranks-filter", metavar="LIST", help="show only these ranks' output")
     p.option("--log-dir", metavar="DIR", help="also write r0.out, r0.err, ... there")
-    p.option("--quiet", flag=True, help="no placement lines before the run")
+    p.option("--quiet", flag=True, help="no placement lines before the run, and no progress")
     p.option("--verbose", flag=True, help="also show the machine and each rank's environment before the run")
     p.section("instead of a run")
     p.option("--version", flag=True, help="show numadist's version and end")

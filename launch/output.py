@@ -11,13 +11,15 @@ MAX_QUEUED_BYTES = 1 << 20  # above this, ranks wait for the reader as they woul
 WRITE_BYTES = 4096
 READ_BYTES = 1 << 16
 PROMPT_S = 0.2
+CLEAR_LINE = b"\x1b[K"  # from the cursor to its end
 
 
 class Sink:
     """One of our own streams: a queue that is written only when the reader has room."""
 
-    def __init__(self, fd: int):
-        self.fd = fd
+    def __init__(self, fd: int, before_line: bytes = b""):
+        """before_line: what makes room for a line on a terminal that shows a bar."""
+        self.fd, self.before_line = fd, before_line
         self.closed = False
         self.open_line: object = None  # who has shown the beginning of a line
         self._queue: deque[bytes] = deque()
@@ -120,7 +122,7 @@ class Stream:
         assert self.sink is not None
         if self.sink.open_line is self:
             return b""
-        return (b"\n" if self.sink.open_line else b"") + self.prefix
+        return (b"\n" if self.sink.open_line else b"") + self.sink.before_line + self.prefix
 
     def _write_log(self, data: bytes) -> None:
         if self._log is None:
@@ -145,10 +147,17 @@ class Stream:
             self.sink.open_line = None
 
 
-def sinks() -> dict[int, Sink]:
-    """Of our stdout and stderr: one for both where they go to the same place, so that no line breaks into another."""
-    out = Sink(1)
-    return {1: out, 2: out if _same_file(1, 2) else Sink(2)}
+def sinks(bar_on: str = "") -> dict[int, Sink]:
+    """Of our stdout and stderr: one for both where they go to the same place, so that no line breaks into another.
+
+    bar_on: name of the terminal on which rank 0 shows a bar.
+    """
+
+    def sink(fd: int) -> Sink:
+        return Sink(fd, CLEAR_LINE if bar_on and os.isatty(fd) and os.ttyname(fd) == bar_on else b"")
+
+    out = sink(1)
+    return {1: out, 2: out if _same_file(1, 2) else sink(2)}
 
 
 def _same_file(first: int, second: int) -> bool:

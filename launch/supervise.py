@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from numadist.launch import store
-from numadist.launch.environment import Job, error_file, rank_environment
+from numadist.launch.environment import Job, error_file, progress_place, rank_environment
 from numadist.launch.oom import SAMPLE_EVERY_S, OomWatch
 from numadist.launch.options import Options, UsageError
 from numadist.launch.output import MAX_QUEUED_BYTES, PROMPT_S, Sink, Stream, poll_selector, sinks
@@ -92,6 +92,7 @@ class Supervisor:
 
     def run(self, argv: Sequence[str], environ: dict[str, str]) -> int:
         """Start, restart as often as allowed, and return numarun's exit code."""
+        self.sinks = sinks(progress_place(environ, self.options))
         self._catch_signals()
         self.guardian.start()
         try:

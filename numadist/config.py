@@ -62,8 +62,15 @@ class Config:
     cache_dir: str = knob(
         "NUMADIST_CACHE_DIR",
         "$XDG_CACHE_HOME/numadist",
-        "Folder of captured graphs, for the next start and the other ranks; without XDG_CACHE_HOME it lies in "
-        "`~/.cache`. Empty: nothing is kept.",
+        "Folder of captured graphs and compiled code, for the next start and the other ranks; without XDG_CACHE_HOME "
+        "it lies in `~/.cache`. Empty: nothing is kept.",
+    )
+
+    progress: str = knob(
+        "NUMADIST_PROGRESS",
+        "",
+        "Where a start says what it is at: `lines` on standard error, or a terminal's name; empty: nowhere. "
+        "numarun sets it for rank 0, unless `--quiet`; from `auto` it makes its own terminal, or lines.",
     )
 
     # Diagnosis.
@@ -83,7 +90,7 @@ class Config:
 
 
 def cache_folder() -> Path | None:
-    """Where captured graphs are kept; None if they are not."""
+    """Where captured graphs and compiled code are kept; None if they are not."""
     where = config().cache_dir
     if not where:
         return None

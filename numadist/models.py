@@ -18,7 +18,7 @@ import torch
 
 from numadist.errors import NumadistError
 from numadist.weights.fake import empty_parameters
-from numadist.weights.gguf_header import read_header
+from numadist.weights.gguf_config import gguf_config, gguf_tokenizer
 from numadist.weights.hugging_face import quiet_transformers
 from numadist.weights.load import load_whole
 
@@ -191,32 +191,16 @@ def tokenizer(name: str) -> Any | None:
     if name != "smollm2":
         return None
     with contextlib.redirect_stderr(io.StringIO()):
-        return quiet_transformers().AutoTokenizer.from_pretrained(smollm2_folder(), gguf_file=SMOLLM2_FILE)
+        return gguf_tokenizer(smollm2_path())
 
 
 def smollm2_without_memory(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """SmolLM2 for `numadist.shard(..., weights=models.smollm2_path())` and Generator alike, made in a second.
 
-    transformers takes 10 s to read the configuration, and 40 s to widen all weights, of which a rank needs a part.
+    transformers takes 40 s to widen all weights, of which a rank needs a part.
     """
-    fields = read_header(smollm2_path()).fields
     transformers = quiet_transformers()
-    config = transformers.LlamaConfig(
-        num_hidden_layers=fields["llama.block_count"],
-        max_position_embeddings=fields["llama.context_length"],
-        hidden_size=fields["llama.embedding_length"],
-        intermediate_size=fields["llama.feed_forward_length"],
-        num_attention_heads=fields["llama.attention.head_count"],
-        num_key_value_heads=fields["llama.attention.head_count_kv"],
-        head_dim=fields["llama.rope.dimension_count"],
-        rope_theta=fields["llama.rope.freq_base"],
-        rms_norm_eps=fields["llama.attention.layer_norm_rms_epsilon"],
-        vocab_size=fields["llama.vocab_size"],
-        bos_token_id=fields["tokenizer.ggml.bos_token_id"],
-        eos_token_id=fields["tokenizer.ggml.eos_token_id"],
-        pad_token_id=fields["tokenizer.ggml.padding_token_id"],
-        tie_word_embeddings=True,
-    )
+    config = gguf_config(smollm2_path())
     with empty_parameters():
         model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()

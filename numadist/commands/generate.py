@@ -38,6 +38,9 @@ def parser() -> argparse.ArgumentParser:
         "--compile", action="store_true", help="faster tokens, but the first one waits for a compiler"
     )
     made.add_argument(
+        "--quiet", action="store_true", help="do not tell what takes long before the first token"
+    )
+    made.add_argument(
         "--stats", action="store_true", help="times, bytes and pages of the ranks, to standard error"
     )
     return made
@@ -59,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
         "-m",
         "numadist.launch.cli",
         "--quiet",
+        *([] if options.quiet else ["--env", "NUMADIST_PROGRESS=auto"]),
         "--prefix",
         "never",
         "--ranks",

@@ -1,7 +1,8 @@
 """`numadist.generate` and `numadist.Generator`: Hugging Face generate's arguments, over all ranks."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,17 +124,19 @@ class Generator:
             )
         # Read at every call. The model itself is not kept: its weights may go.
         self._configs = model.config, getattr(model, "generation_config", None)
-        self.runner = Runner(
-            model,
-            peers,
-            max_rows=max_batch_size,
-            max_tokens=self.max_length,
-            schema=schema,
-            weights=weights,
-            compile=compile,
-            quantization=quantization,
-            step=step,
-        )
+        # A model without memory for its weights leaves no garbage worth looking for.
+        with _collector_paused() if weights is not None else contextlib.nullcontext():
+            self.runner = Runner(
+                model,
+                peers,
+                max_rows=max_batch_size,
+                max_tokens=self.max_length,
+                schema=schema,
+                weights=weights,
+                compile=compile,
+                quantization=quantization,
+                step=step,
+            )
 
     @property
     def rank(self) -> int:
@@ -268,6 +271,18 @@ class Generator:
         if self.rank == 0:
             return answer
         return table[:, 1:].clone() if is_tensor else [row[1 : 1 + row[0]] for row in table.tolist()]
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Graphs are millions of objects that stay: Python would go through all of them again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def generate(

@@ -11,6 +11,7 @@ import torch
 
 from numadist.errors import GenerateError
 from numadist.weights.fake import empty_parameters
+from numadist.weights.gguf_config import gguf_config, gguf_tokenizer
 from numadist.weights.hugging_face import quiet_transformers
 from numadist.weights.packed_integers import scheme_of
 
@@ -31,7 +32,7 @@ def open_pretrained(path: str | Path, dtype: torch.dtype | None = None) -> Pretr
     """
     place = _place(path)
     transformers = quiet_transformers(GenerateError)
-    config = _found(transformers.AutoConfig, place, "config")
+    config = _found(place, "config")
     quantized = getattr(config, "quantization_config", None)
     if quantized is not None:
         scheme_of(quantized if isinstance(quantized, dict) else quantized.to_dict(), path)
@@ -52,7 +53,8 @@ def open_pretrained(path: str | Path, dtype: torch.dtype | None = None) -> Pretr
 
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer that lies with the model. Raises: GenerateError where there is none."""
-    return _found(quiet_transformers(GenerateError).AutoTokenizer, _place(path), "tokenizer")
+    quiet_transformers(GenerateError)
+    return _found(_place(path), "tokenizer")
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,14 @@ def _place(path: str | Path) -> _Place:
     )
 
 
-def _found(auto_class: Any, place: _Place, what: str) -> Any:
-    arguments = {"gguf_file": place.file} if place.is_gguf else {}
+def _found(place: _Place, what: str) -> Any:
+    """Its config or its tokenizer."""
     try:
-        return auto_class.from_pretrained(place.folder, local_files_only=True, **arguments)
+        if place.file is not None:
+            of_file = {"config": gguf_config, "tokenizer": gguf_tokenizer}[what]
+            return of_file(place.folder / place.file)
+        auto_class = getattr(quiet_transformers(), f"Auto{what.capitalize()}")
+        return auto_class.from_pretrained(place.folder, local_files_only=True)
     except Exception as error:  # transformers raises of every kind for what it cannot read
         where = place.folder / place.file if place.file else place.folder
         first = str(error).strip().partition("\n")[0] or type(error).__name__

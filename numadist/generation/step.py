@@ -8,8 +8,10 @@ tokens the shorter ones are padded on the left; a padding token writes to the la
 Shapes: B rows, T tokens a row, S slots, H KV heads, K key size, D value size, V vocabulary.
 """
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.export import Dim
 from torch.fx import GraphModule, Node
 from transformers.cache_utils import Cache
+from transformers.integrations import sdpa_attention
 
 from numadist.errors import GenerateError, NumadistError
 from numadist.graph import query
@@ -31,6 +34,7 @@ from numadist.pipeline.stages import capture
 # Sizes of the example inputs: all different, so that no dim is taken for another.
 _ROWS, _TOKENS, _SLOTS = 2, 3, 16
 _MAX_SIZE = 1 << 20
+_patching = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,32 @@ def capture_step(model: torch.nn.Module) -> CapturedStep:
 
     Raises: GenerateError for a model that does not cache keys and values, ShardError if it cannot be exported.
     """
-    step = Step(model)
+    with _heads_not_repeated(model):
+        return _captured(Step(model))
+
+
+@contextlib.contextmanager
+def _heads_not_repeated(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, transformers leaves it to attention to share KV heads, as the graph will: see use_grouped_attention.
+
+    With a mask it repeats them, which makes a quarter of all there is to trace.
+    """
+    config: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    name = "use_gqa_in_sdpa"
+    if heads == kv_heads or not hasattr(sdpa_attention, name):
+        yield
+        return
+    with _patching:  # ranks may be threads
+        theirs = getattr(sdpa_attention, name)
+        setattr(sdpa_attention, name, lambda *args, **kwargs: True)
+        try:
+            yield
+        finally:
+            setattr(sdpa_attention, name, theirs)
+
+
+def _captured(step: Step) -> CapturedStep:
     layers = list(step.layers.values())
     rows, tokens, slots = (
         Dim("rows", max=_MAX_SIZE),
@@ -232,7 +261,7 @@ def capture_step(model: torch.nn.Module) -> CapturedStep:
     in_rows, in_slots = {0: rows, 1: tokens}, [{0: rows, 2: slots}] * len(layers)
     inputs = (ids, positions, positions.clone(), empty("key_size"), empty("value_size"))
     captured = capture(step, inputs, (in_rows, in_rows, in_rows, in_slots, in_slots))
-    _refuse_chance(model, captured.gm)
+    _refuse_chance(step.model, captured.gm)
     run_passes(captured.gm, passes.STEP)
     names = [name for names in _kv_inputs(captured.gm, len(layers)) for name in names]
     return CapturedStep(replace(captured, state_inputs=frozenset(names)), layers)

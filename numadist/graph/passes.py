@@ -53,8 +53,11 @@ def checking() -> Iterator[None]:
         _checks = before
 
 
-def run_passes(gm: GraphModule, passes: Iterable[Pass]) -> None:
-    """Run the passes in their order; dead nodes are dropped after each."""
+def run_passes(gm: GraphModule, passes: Iterable[Pass], runs: bool = True) -> None:
+    """Run the passes in their order; dead nodes are dropped after each.
+
+    runs: the module will be called itself; for a compiler, which reads its graph, the Python code of it is not made.
+    """
     for step in passes:
         kept: list[Fact] = []
         if _checks:
@@ -62,10 +65,11 @@ def run_passes(gm: GraphModule, passes: Iterable[Pass]) -> None:
             kept = [fact for fact in step.keeps if not fact.violation(gm)]
         step.run(gm)
         gm.graph.eliminate_dead_code()
-        gm.recompile()
         if _checks:
             _require(gm, step, step.leaves, "should leave")
             _require(gm, step, kept, "should keep")
+    if runs:
+        gm.recompile()
 
 
 def _require(gm: GraphModule, step: Pass, facts: Iterable[Fact], verb: str) -> None:

@@ -1,32 +1,28 @@
 """A graph compiled part by part, each once: a model's layer is compiled once, however many layers there are.
 
-Parts (numadist/graph/repeats.py) take weights and all else they read as inputs, so torch's cache of compiled graphs
-keeps them, for other processes and ranks too. Between parts there is a loop in Python, which recorded steps hide.
+Parts (numadist/graph/repeats.py) take weights and all else they read as inputs, so their code is kept for other starts
+and ranks (numadist/lowering/kept_code.py). Between parts there is a loop in Python, which recorded steps hide.
+Inductor is imported when it is first used: that takes seconds, which a start without it does not need.
 """
 
-import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 from torch import Tensor
-from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.node import map_arg
 
-from numadist.graph.model_key import files_digest
 from numadist.graph.repeats import Division, tensor_of
 from numadist.log import get_logger
+from numadist.lowering.kept_code import CodeStore, DivisionCode, PartCode, is_plain, loaded, own_tag
 from numadist.lowering.one_compiler import shared_out
 from numadist.lowering.packed_ops import write_packed_linears
 
@@ -41,15 +37,28 @@ _lock = threading.RLock()
 Dims = Mapping[int, str]
 
 
+# Takes the list of its inputs, which it empties, and returns its outputs.
+Run = Callable[[list[Any]], Sequence[Any]]
+
+
 @dataclass(frozen=True)
 class _Step:
     """One call of a part. inputs: places among its arguments and the slots that go there; the others are weights."""
 
-    run: Any
+    run: Run
     arguments: list[Any]
     inputs: list[tuple[int, int]]
     outputs: list[int]
     last_used: list[int]  # slots that nobody reads any more
+
+
+@dataclass(frozen=True)
+class _Code:
+    """A part's. module: what Inductor generated, if that is all that runs. guards: of the named sizes; empty: none."""
+
+    run: Run
+    module: ModuleType | None
+    guards: str
 
 
 class Program:
@@ -60,14 +69,16 @@ class Program:
         self._num_slots, self._numbers, self._steps, self._outputs = num_slots, numbers, steps, outputs
         self.modules: list[ModuleType | None] = []  # generated code that runs, one entry a call
         self.num_compiled = 0  # different parts
-        self._holds: Any = None
+        self._guards: frozenset[str] = frozenset()
         self._seen: dict[tuple[int, ...], bool] = {}
 
     def holds_for(self, sizes: Sequence[int]) -> bool:
         """Whether the code is right for these sizes, of the names it was compiled with, in their order."""
         key = tuple(sizes)
         if (known := self._seen.get(key)) is None:
-            known = self._seen[key] = self._holds is None or bool(self._holds(key))
+            env = ShapeEnv()
+            known = all(env.evaluate_guards_expression(text, list(key)) for text in self._guards)
+            self._seen[key] = known
         return known
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
@@ -78,7 +89,7 @@ class Program:
             arguments = step.arguments.copy()
             for place, slot in step.inputs:
                 arguments[place] = slots[slot]
-            for slot, value in zip(step.outputs, step.run(*arguments), strict=True):
+            for slot, value in zip(step.outputs, step.run(arguments), strict=True):
                 slots[slot] = value
             for slot in step.last_used:
                 slots[slot] = None
@@ -101,58 +112,100 @@ def compile_parts(
 
     hints: sizes of named dims that the code is tuned for; any others are right too, see Program.holds_for.
     """
-    with _lock, torch.no_grad():
-        return _Compiler(gm, division, hints).program(inputs, dims)
+    import torch._inductor.config as inductor_config
+
+    with _lock, torch.no_grad(), inductor_config.patch(_OPTIONS):
+        store, layout = CodeStore(), _Layout(gm, division)
+        name = store.name("division", _words(gm, division, inputs, dims, hints))
+        with inductor_config.patch({"cpp.vec_isa_ok": True} if store.knows_isas() else {}):
+            found = _kept(store, name)
+            if found is None:
+                compiler = _Compiler(gm, division, hints, store)
+                found = compiler.code(inputs, dims)
+                if compiler.names:
+                    store.keep(name, DivisionCode(compiler.names, found[1]))
+        return layout.program(*found)
 
 
-class _Compiler:
-    def __init__(self, gm: GraphModule, division: Division, hints: Mapping[str, int]):
+def _kept(store: CodeStore, name: str) -> tuple[list[_Code], list[int]] | None:
+    """Code of every part, and of every call its part; None if any of it is not there."""
+    division = store.division(name)
+    parts = [store.part(part) for part in division.parts] if division is not None else [None]
+    if division is None or not all(parts):
+        return None
+    try:
+        return [_ready(part) for part in parts if part is not None], division.runs
+    except Exception as reason:  # whatever the compiler, or code of another torch, raises
+        log.debug("%s is ignored: %s: %s", name, type(reason).__name__, reason)
+        return None
+
+
+def _ready(part: PartCode) -> _Code:
+    module = loaded(part.source)
+    return _Code(module.call, module, part.guards)
+
+
+def _words(
+    gm: GraphModule,
+    division: Division,
+    inputs: Sequence[Any],
+    dims: Sequence[Dims],
+    hints: Mapping[str, int],
+) -> str:
+    """All that decides a division's code."""
+    places: dict[Node, str] = {}
+
+    def shown(value: Any) -> str:
+        if not isinstance(value, Node):
+            return repr(value)
+        if value not in places and value.op == "get_attr":
+            t = tensor_of(gm, value)
+            return f"{_described(t) if not t.is_mkldnn else (tuple(t.shape), t.dtype, 'packed')}"
+        return places[value]
+
+    lines = [f"{dict(hints)}", *division.text]
+    placeholders = (n for n in gm.graph.nodes if n.op == "placeholder")
+    for node, value, names in zip(placeholders, inputs, dims, strict=True):
+        places[node] = f"input {len(places)}"
+        lines.append(_layout_of(value, names) if isinstance(value, Tensor) else repr(value))
+    for node in division.numbers:
+        lines.append(f"{node.target} {' '.join(map(shown, node.args))}")
+        places[node] = f"number {len(places)}"
+    for call in division.calls:
+        lines.append(f"{call.part} {' '.join(map(shown, call.inputs))}")
+        places.update({node: f"{len(lines)}.{i}" for i, node in enumerate(call.outputs)})
+    return "\n".join(lines)
+
+
+class _Layout:
+    """Where values of a division are while it runs, whatever code runs."""
+
+    def __init__(self, gm: GraphModule, division: Division):
         self.gm, self.division = gm, division
-        self.env = ShapeEnv(duck_shape=False)  # equal sizes are no law
-        self.mode = FakeTensorMode(shape_env=self.env)
-        self.sizes = self._symbols(hints)
-        self.fakes: dict[Any, Any] = {}  # of nodes; of tensors of the graph's own by id
         self.slots: dict[Node, int] = {}
-        self.compiled: dict[Any, tuple[Any, list[Any]]] = {}
-
-    def _symbols(self, hints: Mapping[str, int]) -> dict[str, Any]:
-        if not hints:
-            return {}
-        carrier = torch.empty(tuple(hints.values()), device="meta")
-        context: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC] * len(hints))
-        fake = self.mode.from_tensor(carrier, symbolic_context=context, source=ConstantSource("sizes"))
-        return dict(zip(hints, fake.shape, strict=True))
-
-    def program(self, inputs: Sequence[Tensor], dims: Sequence[Dims]) -> Program:
-        placeholders = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
-        for node, value, names in zip(placeholders, inputs, dims, strict=True):
-            self.fakes[node] = self._fake_input(value, names) if isinstance(value, Tensor) else value
-            self._slot(node)
-        numbers = [self._number(node) for node in self.division.numbers]
-        calls = [(call, self._kind(call)) for call in self.division.calls]
-        for call, _ in calls:
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                self._slot(node)
+        self.numbers = [
+            (self._slot(node), node.target, [self._at(a) for a in node.args]) for node in division.numbers
+        ]
+        for call in division.calls:
             for node in call.outputs:
                 self._slot(node)
+
+    def program(self, codes: list[_Code], runs: list[int]) -> Program:
         output = next(iter(reversed(self.gm.graph.nodes)))
         outputs = [self._at(o) for o in torch.utils._pytree.tree_leaves(output.args[0])]
         used_last = self._used_last(output)
-        wanted = {kind: f"{self.division.text[kind[0]]}\n{kind[1]}" for _, kind in calls}
-        ready = shared_out(wanted, lambda kind: self._compile(*kind))
-        steps = [self._step(call, ready[kind][0], used_last[i]) for i, (call, kind) in enumerate(calls)]
-        program = Program(len(self.slots), numbers, steps, outputs)
-        program.modules = [ready[kind][1] for _, kind in calls]
-        program.num_compiled = len(ready)
-        program._holds = self._guards()
+        steps = [
+            self._step(call, codes[run].run, used_last[i])
+            for i, (call, run) in enumerate(zip(self.division.calls, runs, strict=True))
+        ]
+        program = Program(len(self.slots), self.numbers, steps, outputs)
+        program.modules = [codes[run].module for run in runs]
+        program.num_compiled = len(codes)
+        program._guards = frozenset(code.guards for code in codes) - {""}
         return program
-
-    def _guards(self) -> Any:
-        """What compilation took for granted of the named sizes, as a function of them; None: nothing."""
-        symbols = list(self.sizes.values())
-        text = self.env.produce_guards_expression(symbols) if symbols else None
-        if not text:
-            return None
-        log.debug("compiled for sizes %s where %s", list(self.sizes), text)
-        return lambda sizes: self.env.evaluate_guards_expression(text, list(sizes))
 
     def _slot(self, node: Node) -> int:
         return self.slots.setdefault(node, len(self.slots))
@@ -162,17 +215,85 @@ class _Compiler:
             return value
         return tensor_of(self.gm, value) if value.op == "get_attr" else _Slot(self._slot(value))
 
+    def _used_last(self, output: Node) -> list[list[int]]:
+        """Of every call: slots that no later one reads."""
+        kept = {self.slots[n] for n in output.all_input_nodes if n in self.slots}
+        last: dict[int, int] = {}
+        for i, call in enumerate(self.division.calls):
+            for node in (*call.inputs, *call.outputs):
+                if node in self.slots:
+                    last[self.slots[node]] = i
+        return [
+            [slot for slot, at in last.items() if at == i and slot not in kept]
+            for i in range(len(self.division.calls))
+        ]
+
+    def _step(self, call: Any, run: Run, last_used: list[int]) -> _Step:
+        arguments, inputs = [], []
+        for place, node in enumerate(call.inputs):
+            is_own = node.op == "get_attr"
+            arguments.append(tensor_of(self.gm, node).detach() if is_own else None)
+            if not is_own:
+                inputs.append((place, self.slots[node]))
+        return _Step(run, arguments, inputs, [self.slots[n] for n in call.outputs], last_used)
+
+
+class _Compiler:
+    """names: of the parts' entries, where all of them are kept."""
+
+    def __init__(self, gm: GraphModule, division: Division, hints: Mapping[str, int], store: CodeStore):
+        self.gm, self.division, self.hints, self.store = gm, division, hints, store
+        self.env = ShapeEnv(duck_shape=False)  # equal sizes are no law
+        self.mode = FakeTensorMode(shape_env=self.env)
+        self.sizes = self._symbols(hints)
+        self.fakes: dict[Any, Any] = {}  # of nodes; of tensors of the graph's own by id
+        self.traced: dict[Any, tuple[_Traced, list[Any]]] = {}
+        self.names: list[str] = []
+
+    def _symbols(self, hints: Mapping[str, int]) -> dict[str, Any]:
+        if not hints:
+            return {}
+        from torch._dynamo.source import ConstantSource
+
+        carrier = torch.empty(tuple(hints.values()), device="meta")
+        context: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC] * len(hints))
+        fake = self.mode.from_tensor(carrier, symbolic_context=context, source=ConstantSource("sizes"))
+        return dict(zip(hints, fake.shape, strict=True))
+
+    def code(self, inputs: Sequence[Tensor], dims: Sequence[Dims]) -> tuple[list[_Code], list[int]]:
+        """Of every part, and of every call its part."""
+        placeholders = (n for n in self.gm.graph.nodes if n.op == "placeholder")
+        for node, value, names in zip(placeholders, inputs, dims, strict=True):
+            self.fakes[node] = self._fake_input(value, names) if isinstance(value, Tensor) else value
+        for node in self.division.numbers:
+            args = map_arg(node.args, lambda n: self.fakes[n])
+            self.fakes[node] = node.target(*args)  # type: ignore[operator]
+        kinds = [self._kind(call) for call in self.division.calls]
+        symbols = f"{self.hints} {self.sizes}"
+        wanted = {
+            kind: self.store.name("part", self.division.text[kind[0]], str(kind[1]), symbols)
+            for kind in kinds
+        }
+        ready = shared_out(wanted, lambda kind: self._part(kind, wanted[kind]))
+        order = list(ready)
+        if all(self.store.part(wanted[kind]) for kind in order):
+            self.names = [wanted[kind] for kind in order]
+        return [ready[kind] for kind in order], [order.index(kind) for kind in kinds]
+
+    def _guards(self) -> str:
+        """What compilation took for granted of the named sizes, as an expression of them; empty: nothing."""
+        symbols = list(self.sizes.values())
+        text = self.env.produce_guards_expression(symbols) if symbols else None
+        if text:
+            log.debug("compiled for sizes %s where %s", list(self.sizes), text)
+        return text or ""
+
     def _fake_input(self, t: Tensor, names: Dims) -> Tensor:
         shape: list[Any] = [self.sizes[names[d]] if d in names else n for d, n in enumerate(t.shape)]
         with self.mode:
             if t.is_contiguous():
                 return torch.empty(shape, dtype=t.dtype)
             return torch.empty_strided(shape, t.stride(), dtype=t.dtype)
-
-    def _number(self, node: Node) -> tuple[int, Any, list[Any]]:
-        args = map_arg(node.args, lambda n: self.fakes[n])
-        self.fakes[node] = node.target(*args)  # type: ignore[operator]
-        return self._slot(node), node.target, [self._at(a) for a in node.args]
 
     def _fake(self, node: Node) -> Any:
         if node.op != "get_attr":
@@ -188,10 +309,9 @@ class _Compiler:
         """The call's part and what its code depends on besides; its results become known."""
         values = [self._fake(node) for node in call.inputs]
         kind = call.part, tuple(_described(v) for v in values)
-        if kind not in self.compiled:
-            part = self._traced(self.division.parts[call.part], values)
-            self.compiled[kind] = part, values
-        part, _ = self.compiled[kind]
+        if kind not in self.traced:
+            self.traced[kind] = self._traced(self.division.parts[call.part], values), values
+        part, _ = self.traced[kind]
         for node, value in zip(call.outputs, part.results, strict=True):
             self.fakes[node] = value
         return kind
@@ -205,44 +325,46 @@ class _Compiler:
         write_packed_linears(copy)
         return _Traced(copy, results)
 
-    def _compile(self, part: int, described: Any) -> tuple[Any, ModuleType | None]:
-        traced, values = self.compiled[part, described]
-        found: list[Any] = []
+    def _part(self, kind: Any, name: str) -> _Code:
+        """Another process's code, or our own, which is kept."""
+        kept = self.store.part(name)
+        if kept is not None:
+            try:
+                return _ready(kept)
+            except Exception as reason:
+                log.debug("%s is ignored: %s: %s", name, type(reason).__name__, reason)
+        code, is_plain = self._compile(kind)
+        if is_plain and code.module is not None and code.module.__file__:
+            self.store.keep(name, PartCode(Path(code.module.__file__).read_text(), code.guards))
+        return code
+
+    def _compile(self, kind: Any) -> tuple[_Code, bool]:
+        """The part's code, and whether it is all in its module."""
+        import torch._functorch.config as functorch_config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        traced, values = self.traced[kind]
+        found: list[tuple[Any, int, int]] = []
 
         def inner(gm: GraphModule, example_inputs: Any, **options: Any) -> Any:
-            found.append(compile_fx_inner(gm, example_inputs, **options))
-            return found[-1]
+            outputs = next(iter(reversed(gm.graph.nodes))).args[0]
+            sizes = len(example_inputs), len(outputs)
+            found.append((compile_fx_inner(gm, example_inputs, **options), *sizes))
+            return found[-1][0]
 
+        context = TracingContext(self.mode)
+        compiler_config: Any = torch.compiler.config
+        tag = f"{compiler_config.cache_key_tag} {own_tag()}"
         with (
-            tracing(TracingContext(self.mode)),
+            tracing(context),
             functorch_config.patch(enable_autograd_cache=False),
-            inductor_config.patch(_OPTIONS),
-            torch.compiler.config.patch(cache_key_tag=_tag()),  # type: ignore[attr-defined]
+            compiler_config.patch(cache_key_tag=tag),
         ):
-            run = compile_fx(traced.gm, values, inner_compile=inner)
-        return run, _module_of(found)
-
-    def _used_last(self, output: Node) -> list[list[int]]:
-        """Of every call: slots that no later one reads."""
-        kept = {self.slots[n] for n in output.all_input_nodes if n in self.slots}
-        last: dict[int, int] = {}
-        for i, call in enumerate(self.division.calls):
-            for node in (*call.inputs, *call.outputs):
-                if node in self.slots:
-                    last[self.slots[node]] = i
-        return [
-            [slot for slot, at in last.items() if at == i and slot not in kept]
-            for i in range(len(self.division.calls))
-        ]
-
-    def _step(self, call: Any, run: Any, last_used: list[int]) -> _Step:
-        arguments, inputs = [], []
-        for place, node in enumerate(call.inputs):
-            is_own = node.op == "get_attr"
-            arguments.append(tensor_of(self.gm, node).detach() if is_own else None)
-            if not is_own:
-                inputs.append((place, self.slots[node]))
-        return _Step(run, arguments, inputs, [self.slots[n] for n in call.outputs], last_used)
+            run: Any = compile_fx(traced.gm, values, inner_compile=inner)
+        module: Any = _module_of([compiled for compiled, _, _ in found])
+        if module is not None and is_plain(found, context, len(values), len(traced.results)):
+            return _Code(module.call, module, self._guards()), True
+        return _Code(lambda inputs: run(*inputs), module, self._guards()), False
 
 
 @dataclass(frozen=True)
@@ -259,13 +381,10 @@ class _Noting(Interpreter):
         return result
 
 
-@functools.cache
-def _tag() -> str:
-    """What compiled code depends on and torch does not know: this package, and the limit of instruction sets."""
-    package = Path(__file__).parents[1]
-    source = files_digest(package / folder for folder in ("kernels", "lowering", "comm"))
-    own = f"numadist {source} {torch.backends.cpu.get_cpu_capability()}"
-    return f"{torch.compiler.config.cache_key_tag} {own}"
+def _layout_of(t: Tensor, names: Dims) -> str:
+    """What code depends on of an input, whatever the sizes of its named dims are."""
+    shape = [names.get(d, n) for d, n in enumerate(t.shape)]
+    return f"{shape} {None if t.is_contiguous() else t.stride()} {t.dtype}"
 
 
 def _described(value: Any) -> Any:

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._inductor.config as inductor_config
 from torch.utils._pytree import tree_leaves
 
 from numadist.log import get_logger
+from numadist.progress import progress
 
 log = get_logger(__name__)
 
@@ -38,7 +38,7 @@ def compile_frozen(
                 return compiled(*args, **kwargs)
             begin = time.monotonic()
             log.info("compiling %s for inputs %s", type(module).__name__, _shown(sizes))
-            with freezing():
+            with progress("compiling"), freezing():
                 result = compiled(*args, **kwargs)
             log.info("compiled and ran in %.1f s", time.monotonic() - begin)
         seen.add(sizes)
@@ -63,6 +63,8 @@ _inside = 0
 @contextmanager
 def freezing() -> Iterator[None]:
     """The global setting, on while any thread is inside: thread groups compile at the same time."""
+    import torch._inductor.config as inductor_config  # late: it brings Dynamo, a second of a start
+
     global _inside
     with _lock:
         _inside += 1

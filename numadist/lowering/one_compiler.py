@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from torch._inductor.runtime.cache_dir_utils import cache_dir
-
 from numadist.log import get_logger
+from numadist.progress import progress
 
 log = get_logger(__name__)
 
@@ -34,24 +33,28 @@ def shared_out(
     done: dict[Key, Result] = {}
     begin = time.monotonic()
     todo = list(wanted)
-    while todo:
-        waiting = []
-        for key in todo:
-            late = time.monotonic() - begin > patience_s
-            with _claimed(wanted[key]) as mine:
-                if mine or late:
+    with progress("compiling", len(todo), "parts") as advance:
+        while todo:
+            waiting = []
+            for key in todo:
+                late = time.monotonic() - begin > patience_s
+                with _claimed(wanted[key]) as mine:
+                    if not mine and not late:
+                        waiting.append(key)
+                        continue
                     done[key] = compile(key)
-                else:
-                    waiting.append(key)
-        if len(waiting) == len(todo):
-            time.sleep(_POLL_S)
-        todo = waiting
+                advance(1)
+            if len(waiting) == len(todo):
+                time.sleep(_POLL_S)
+            todo = waiting
     return done
 
 
 @contextmanager
 def _claimed(text: str) -> Iterator[bool]:
     """Whether no other process is at it; none is until this ends, or this process does."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
     try:
         folder = Path(cache_dir()) / "numadist-claims"
         folder.mkdir(parents=True, exist_ok=True)

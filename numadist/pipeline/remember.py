@@ -16,6 +16,7 @@ from numadist.graph import saved
 from numadist.graph.capture import as_args
 from numadist.graph.model_key import NoKey, files_digest, inputs_of, model_key
 from numadist.log import get_logger
+from numadist.progress import progress
 
 log = get_logger(__name__)
 
@@ -23,6 +24,7 @@ log = get_logger(__name__)
 PATIENCE_S = 300.0
 # The entry of a graph that cannot be kept, or of a model that cannot be captured.
 _NOT_KEPT = b"not kept"
+_CAPTURING = "capturing the model"
 # Parts of this package that decide what a graph is.
 _PARTS = ("cache", "graph", "sharding", "pipeline", "generation")
 
@@ -42,16 +44,18 @@ def remembered(
     folder = cache_folder()
     name = _key(model, example_inputs, dynamic_shapes, train) if folder is not None else None
     if folder is None or name is None:
-        return fresh()
+        with progress(_CAPTURING):
+            return fresh()
     store = Store(folder)
     found = _read(store, name, model)
     if found is None:
-        with store.claimed(name, patience_s):
+        with progress(_CAPTURING), store.claimed(name, patience_s):
             found = _read(store, name, model)  # it may have come while this waited
             if found is None:
                 return _captured(fresh, store, name, model)
     if found == _NOT_KEPT:  # nobody waits for what nobody writes
-        return _captured(fresh, store, name, model)
+        with progress(_CAPTURING):
+            return _captured(fresh, store, name, model)
     assert isinstance(found, GraphModule)
     return found
 

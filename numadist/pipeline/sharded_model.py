@@ -1,13 +1,13 @@
 """The module that `numadist.shard` returns: what torch.nn.Module offers works here, or is refused with a reason."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._inductor.freezing import ErasedTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from numadist.errors import ShardError
@@ -75,9 +75,7 @@ class ShardedModel(torch.nn.Module):
             outputs = run(*args, **{**self._part.constants, **kwargs})
         if self._compiled is not None and self._packed is None:
             # Only now: the first call throws away the parameters that nothing reads any more.
-            self._packed = [
-                (p, p._version) for p in self.local.parameters() if not isinstance(p, ErasedTensor)
-            ]
+            self._packed = [(p, p._version) for p in self.local.parameters() if not _is_erased(p)]
         return outputs
 
     @contextlib.contextmanager
@@ -137,7 +135,7 @@ class ShardedModel(torch.nn.Module):
 def _check_not_erased(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
     """Before a state dict. Raises: ShardError if parameters have been thrown away."""
     assert isinstance(module, ShardedModel)
-    if module._part.has_packed or any(isinstance(p, ErasedTensor) for p in module.parameters()):
+    if module._part.has_packed or any(_is_erased(p) for p in module.parameters()):
         raise ShardError(PACKED)
 
 
@@ -177,3 +175,9 @@ def _by_whole_names(module: torch.nn.Module, incompatible: Any) -> None:
     """Missing keys, which torch finds in `local`, under the names of the unsharded model."""
     for keys in incompatible:
         keys[:] = [key.removeprefix("local.") for key in keys]
+
+
+def _is_erased(parameter: torch.nn.Parameter) -> bool:
+    """Inductor has dropped its values when it packed them. Importing Inductor takes seconds."""
+    freezing: Any = sys.modules.get("torch._inductor.freezing")
+    return freezing is not None and isinstance(parameter, freezing.ErasedTensor)

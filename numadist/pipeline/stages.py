@@ -105,14 +105,14 @@ class LocalModel:
         return compile_frozen(self.gm, one_shape=self.one_shape)
 
     def _pack(self, gm: GraphModule) -> None:
-        run_passes(gm, passes.PACKED)
+        run_passes(gm, passes.PACKED, runs=False)
         self.has_packed = True
 
     def compile_step(self) -> CompiledStep:
         """Last stage of a step of generation: two graphs over weights packed once."""
-        run_passes(self.gm, passes.PACKED)
+        run_passes(self.gm, passes.PACKED, runs=False)
         decode = _copied(self.gm)
-        run_passes(decode, passes.DECODE)
+        run_passes(decode, passes.DECODE, runs=False)
         return CompiledStep(self.gm, decode)
 
 

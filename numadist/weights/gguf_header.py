@@ -1,12 +1,13 @@
 """What a GGUF file says of itself, read in milliseconds: the package gguf takes seconds for the words of a tokenizer.
 
-Lists of strings and numbers are skipped. The format: a magic number, a version, the numbers of tensors and fields,
-the fields, then of every tensor its name, dims from the innermost, type and place.
+Lists of strings and numbers are skipped unless they are asked for. The format: a magic number, a version, the numbers
+of tensors and fields, the fields, then of every tensor its name, dims from the innermost, type and place.
 """
 
 import math
 import mmap
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,17 +41,18 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """fields: single values by their keys; of lists their number of entries."""
+    """fields: single values by their keys. lists: their entries, or how many they are where those were skipped."""
 
     fields: dict[str, Any]
+    lists: dict[str, list[Any] | int]
     tensors: list[GgufTensor]
 
 
-def read_header(path: str | Path) -> GgufHeader:
-    """Raises: ShardError for a file that is no GGUF file, or is cut off."""
+def read_header(path: str | Path, wanted: Callable[[str], bool] = lambda key: False) -> GgufHeader:
+    """wanted: whether the list of a key is read. Raises: ShardError for no GGUF file, or one that is cut off."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data).header()
+            return _Reader(data, wanted).header()
     except (struct.error, UnicodeDecodeError, KeyError, IndexError) as e:
         raise ShardError(
             f"{path} is no GGUF file: its header cannot be read: {type(e).__name__}: {e}"
@@ -60,8 +62,8 @@ def read_header(path: str | Path) -> GgufHeader:
 
 
 class _Reader:
-    def __init__(self, data: mmap.mmap):
-        self.data, self.at = data, 0
+    def __init__(self, data: mmap.mmap, wanted: Callable[[str], bool]):
+        self.data, self.wanted, self.at = data, wanted, 0
 
     def header(self) -> GgufHeader:
         if self.data[:4] != _MAGIC:
@@ -72,16 +74,20 @@ class _Reader:
             raise ValueError(f"version {version}, known are 2 and 3")
         num_tensors, num_fields = self.number("Q"), self.number("Q")
         fields: dict[str, Any] = {}
+        lists: dict[str, list[Any] | int] = {}
         for _ in range(num_fields):
-            key = self.string()
-            fields[key] = self.value(self.number("I"))
+            key, kind = self.string(), self.number("I")
+            if kind == _LIST:
+                lists[key] = self.list(self.wanted(key))
+            else:
+                fields[key] = self.value(kind)
         listed = [self.tensor() for _ in range(num_tensors)]
         step = int(fields.get(_ALIGNMENT, 32))
         start = -(-self.at // step) * step
         tensors = [GgufTensor(name, shape, kind, size, start + at) for name, shape, kind, size, at in listed]
         if any(t.data_offset + t.n_bytes > len(self.data) for t in tensors):
             raise ValueError("it is cut off")
-        return GgufHeader(fields, tensors)
+        return GgufHeader(fields, lists, tensors)
 
     def number(self, letter: str) -> Any:
         (found,) = struct.unpack_from(f"<{letter}", self.data, self.at)
@@ -94,18 +100,23 @@ class _Reader:
         return self.data[self.at - size : self.at].decode()
 
     def value(self, kind: int) -> Any:
-        """The value of a field; of a list, how many it has."""
-        if kind == _STRING:
-            return self.string()
-        if kind != _LIST:
-            return self.number(_SCALARS[kind])
+        return self.string() if kind == _STRING else self.number(_SCALARS[kind])
+
+    def list(self, is_wanted: bool) -> list[Any] | int:
+        """The entries, or their number."""
         of, count = self.number("I"), self.number("Q")
-        if of in _SCALARS:
-            self.at += count * struct.calcsize(f"<{_SCALARS[of]}")
-        else:
+        if of == _LIST:
+            inner = [self.list(is_wanted) for _ in range(count)]
+            return inner if is_wanted else count
+        if of == _STRING and not is_wanted:
             for _ in range(count):
-                self.skip_string() if of == _STRING else self.value(of)
-        return count
+                self.skip_string()
+            return int(count)
+        if of == _STRING:
+            return [self.string() for _ in range(count)]
+        letter = _SCALARS[of]
+        begin, self.at = self.at, self.at + count * struct.calcsize(f"<{letter}")
+        return list(struct.unpack_from(f"<{count}{letter}", self.data, begin)) if is_wanted else int(count)
 
     def skip_string(self) -> None:
         self.at += 8 + int.from_bytes(self.data[self.at : self.at + 8], "little")

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from numadist.errors import ShardError
 from numadist.graph.query import set_tensor
+from numadist.progress import progress
 from numadist.sharding.placement import Shard
 from numadist.sharding.schema import Schema
 from numadist.weights.checkpoint import Checkpoint
@@ -54,24 +55,31 @@ def localize_parameters(
     for name, param in full_params.items():
         names_of.setdefault(id(param), []).append(name)
     is_empty = False
-    for names in names_of.values():
-        full = full_params[names[0]]
-        shard = next((shards[n] for n in names if n in shards), Shard({}))
-        local = allocate(shard.local_shape(full.shape, rank), full.dtype)
-        is_empty |= is_fake(full)
-        if not train and rank != 0 and any(n in partial for n in names):
-            local.zero_()
-        elif not is_fake(full):
-            local.copy_(local_slice(full.detach(), shard, rank))
-        elif file is None:
-            raise ShardError(f"parameter {names[0]} has no memory; pass weights=FOLDER to numadist.shard")
-        else:
-            others = [tied for n in names for tied in file.tied_names.get(n, [])]
-            file.checkpoint.read_into(local, file.checkpoint.found([*names, *others]), shard, rank)
-        parameter = torch.nn.Parameter(local, requires_grad=train and full.requires_grad)
-        for name in names:
-            set_tensor(gm, name, parameter)
+    wholes = {id(full): full for full in full_params.values()}
+    with progress("loading weights", sum(map(_megabytes, wholes.values())), "MB") as advance:
+        for names in names_of.values():
+            full = full_params[names[0]]
+            shard = next((shards[n] for n in names if n in shards), Shard({}))
+            local = allocate(shard.local_shape(full.shape, rank), full.dtype)
+            is_empty |= is_fake(full)
+            if not train and rank != 0 and any(n in partial for n in names):
+                local.zero_()
+            elif not is_fake(full):
+                local.copy_(local_slice(full.detach(), shard, rank))
+            elif file is None:
+                raise ShardError(f"parameter {names[0]} has no memory; pass weights=FOLDER to numadist.shard")
+            else:
+                others = [tied for n in names for tied in file.tied_names.get(n, [])]
+                file.checkpoint.read_into(local, file.checkpoint.found([*names, *others]), shard, rank)
+            parameter = torch.nn.Parameter(local, requires_grad=train and full.requires_grad)
+            for name in names:
+                set_tensor(gm, name, parameter)
+            advance(_megabytes(full))
     _localize_buffers(gm, allocate, file if is_empty else None)
+
+
+def _megabytes(t: Tensor) -> float:
+    return t.numel() * t.element_size() / 1e6
 
 
 def _localize_buffers(gm: GraphModule, allocate: Allocate, file: WeightsFile | None) -> None:

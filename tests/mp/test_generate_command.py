@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 
 def generate(model, *options, stdin=None) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "numadist", "generate", str(model), *options]
+    command = [sys.executable, "-m", "numadist", "generate", str(model), "--quiet", *options]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=LIMIT_S)
 
 

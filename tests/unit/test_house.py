@@ -55,17 +55,18 @@ MAY_IMPORT = {
         )
     },
     "phases": {"_native", "comm", "config", "errors", "log", "topology", "torch"},
-    "launch": {"_syscalls", "binding", "config", "errors", "phases", "topology"},
+    "launch": {"_syscalls", "binding", "config", "errors", "phases", "progress", "topology"},
     "kernels": {"_native", "_native_kernels", "_native_replay", "errors", "torch"},
     "costmodel": {"binding", "errors", "kernels", "memory", "topology", "torch"},
     "cache": {"log"},
+    "progress": {"config"},
     "graph": {"errors", "torch"},
     "sharding": {"costmodel", "errors", "graph", "kernels", "log", "torch"},
-    "weights": {"errors", "graph", "kernels", "log", "sharding", "torch"},
-    "lowering": {"_native_replay", "graph", "kernels", "log", "torch"},
+    "weights": {"errors", "graph", "kernels", "log", "progress", "sharding", "torch"},
+    "lowering": {"_native_replay", "cache", "config", "graph", "kernels", "log", "progress", "torch"},
     "pipeline": {
         *("binding", "cache", "config", "errors", "log", "torch"),
-        *("costmodel", "graph", "kernels", "lowering", "memory", "sharding", "weights"),
+        *("costmodel", "graph", "kernels", "lowering", "memory", "progress", "sharding", "weights"),
     },
     "models": {"errors", "torch", "weights"},
     "generation": {

@@ -1,5 +1,6 @@
 """Generator.from_pretrained: what from_pretrained of transformers loads, or a sentence that names what it is not."""
 
+import gc
 import json
 
 import pytest
@@ -34,6 +35,19 @@ def test_a_folder_generates_as_from_pretrained_does(folder):
 def test_the_dtype_is_the_configs_unless_asked(folder):
     assert {p.dtype for p in open_pretrained(folder).model.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in open_pretrained(folder, torch.float16).model.parameters()} == {torch.float16}
+
+
+def test_garbage_is_not_looked_for_while_a_generator_is_made(folder, monkeypatch):
+    seen = []
+
+    def runner(*args, **kwargs):
+        seen.append(gc.isenabled())
+        raise KeyError
+
+    monkeypatch.setattr("numadist.generation.generator.Runner", runner)
+    with pytest.raises(KeyError):
+        numadist.Generator.from_pretrained(folder)
+    assert (seen, gc.isenabled()) == ([False], True)
 
 
 def _without_config(folder):

@@ -133,7 +133,7 @@ def test_two_processes_at_once_compile_each_part_once(tmp_path):
 
 def test_what_another_process_compiles_is_waited_for(tmp_path, monkeypatch):
     """A claim of another process, here of another thread, is respected; things without one come first."""
-    monkeypatch.setattr(one_compiler, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     order, claimed, go_on = [], threading.Event(), threading.Event()
 
     def other():
@@ -161,9 +161,10 @@ def test_what_another_process_compiles_is_waited_for(tmp_path, monkeypatch):
 
 HOLDER = textwrap.dedent(
     """
+    import os
     import sys
     from numadist.lowering import one_compiler
-    one_compiler.cache_dir = lambda: sys.argv[1]
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.argv[1]
     with one_compiler._claimed("a") as mine:
         print(mine, flush=True)
         sys.stdin.read()
@@ -172,7 +173,7 @@ HOLDER = textwrap.dedent(
 
 
 def test_a_killed_process_holds_nobody_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(one_compiler, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)],
         stdin=subprocess.PIPE,

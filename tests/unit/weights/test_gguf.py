@@ -118,7 +118,10 @@ def test_a_header_is_read_as_the_package_gguf_reads_it(tmp_path):
     for name in ("general.architecture", "llama.block_count", "llama.rope.freq_base", "general.name"):
         assert header.fields[name] == theirs.fields[name].contents()
     assert header.fields["tokenizer.ggml.add_bos_token"] is True
-    assert (header.fields["tokenizer.ggml.tokens"], header.fields["tokenizer.ggml.scores"]) == (3, 2)
+    assert header.lists == {"tokenizer.ggml.tokens": 3, "tokenizer.ggml.scores": 2}
+    assert read_header(tmp_path / "m.gguf", lambda key: key.endswith("s")).lists == {
+        key: theirs.fields[key].contents() for key in header.lists
+    }
     seen = [(t.name, t.shape, t.tensor_type, t.n_bytes, t.data_offset) for t in header.tensors]
     assert seen == [
         (t.name, tuple(map(int, t.shape)), t.tensor_type, t.n_bytes, t.data_offset) for t in theirs.tensors
