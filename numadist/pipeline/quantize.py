@@ -12,6 +12,7 @@ from numadist.graph.cleanup import drop_unused_parameters
 from numadist.kernels.quantized import GROUP, Quantized, kernel_name, pack, quantize
 from numadist.log import get_logger
 from numadist.lowering.quantized import CodedWeight, coded_weights, moved, use_codes
+from numadist.progress import progress
 from numadist.sharding.placement import Shard
 from numadist.sharding.schema import Schema
 from numadist.weights.fake import is_fake
@@ -48,13 +49,16 @@ def quantize_parameters(
     """
     shards = schema.param_shards()
     found: Counter[str] = Counter()
-    for number, weight in enumerate(coded_weights(gm)):
-        shard = next((shards[n] for n in weight.names if n in shards), Shard({}))
-        codes = codes_of(weight, shard, rank, file, how)
-        if codes is None:
-            continue
-        use_codes(gm, weight, moved(pack(codes), allocate), number)
-        found[f"{codes.bits} bits, scales {codes.kind.name}"] += 1
+    weights = coded_weights(gm)
+    with progress("loading codes", sum(w.parameter.numel() for w in weights) / 1e6, "million") as advance:
+        for number, weight in enumerate(weights):
+            shard = next((shards[n] for n in weight.names if n in shards), Shard({}))
+            codes = codes_of(weight, shard, rank, file, how)
+            advance(weight.parameter.numel() / 1e6)
+            if codes is None:
+                continue
+            use_codes(gm, weight, moved(pack(codes), allocate), number)
+            found[f"{codes.bits} bits, scales {codes.kind.name}"] += 1
     if found:
         gm.graph.eliminate_dead_code()
         drop_unused_parameters(gm)
