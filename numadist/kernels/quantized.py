@@ -176,13 +176,18 @@ def pack(q: Quantized) -> Packed:
     )
 
 
+# Weights whose largest lies outside have scales that f16 rounds badly, or not at all.
+_LARGEST_FROM, _LARGEST_TO = 2.0**-11, 2.0**15
+
+
 def quantize(w_NK: Tensor, bits: int) -> Quantized:
     """Weights rounded by groups of 32 inputs: of 8 bits around zero, of 4 between each group's least and greatest.
 
-    Raises: ValueError for other numbers of bits, or weights that are not finite.
+    Raises: ValueError for other numbers of bits, or weights that scales in f16 do not fit.
     """
-    if not w_NK.isfinite().all():
-        raise ValueError("weights that are not finite have no codes")
+    largest = float(w_NK.abs().max())
+    if largest != 0 and not _LARGEST_FROM <= largest <= _LARGEST_TO:
+        raise ValueError(f"scales in f16 do not fit weights of which the largest is {largest:.3g}")
     num_out, num_in = w_NK.shape
     groups = -(-num_in // GROUP)
     w = w_NK.new_zeros(num_out, groups * GROUP, dtype=torch.float32)

@@ -105,8 +105,7 @@ def codes_of(
     elif size < GROUP:
         return None
     else:
-        plain = _plain(weight, outputs, rank, file)
-        whole = None if plain is None else quantize(plain, _BITS[how])
+        whole = _rounded(weight, outputs, rank, file, _BITS[how])
     if whole is None or tuple(ranges) == ((0, size),):
         return whole
     return whole.inputs(ranges)
@@ -118,6 +117,20 @@ def _of_file(weight: CodedWeight, outputs: Shard, rank: int, file: WeightsFile |
         return None
     rows = outputs.dims[weight.out_dim].cuts[rank] if outputs.dims else None
     return file.checkpoint.read_codes(name, tuple(weight.parameter.shape), weight.is_transposed, rows)
+
+
+def _rounded(
+    weight: CodedWeight, outputs: Shard, rank: int, file: WeightsFile | None, bits: int
+) -> Quantized | None:
+    """None, and a warning, for a weight that has no codes; it stays as it is."""
+    plain = _plain(weight, outputs, rank, file)
+    if plain is None:
+        return None
+    try:
+        return quantize(plain, bits)
+    except ValueError as reason:
+        log.warning("%s stays as it is: %s", weight.names[0], reason)
+        return None
 
 
 def _plain(weight: CodedWeight, outputs: Shard, rank: int, file: WeightsFile | None) -> Tensor | None:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import logging
+import re
 
 import pytest
 import torch
@@ -186,6 +187,16 @@ def test_rows_that_are_no_whole_blocks_are_named(tmp_path):
         ShardError, match=r"blk.0.attn_q.weight has rows of 250 numbers in Q4_0, whose blocks have 32"
     ):
         one_rank(tmp_path / "m.gguf", "auto")
+
+
+def test_weights_without_codes_stay_as_they_are_and_are_told(caplog):
+    model = copy.deepcopy(tiny("gpt2"))
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight.mul_(1e-6)
+    step = capture_step(model)
+    part = localize(step.captured, build_schema(step.captured, 1), Site(0, None), None, "int8")
+    assert re.search(r"h.0.mlp.c_fc.weight stays as it is: scales in f16 do not fit", caplog.text)
+    assert sum(reads_codes(node) for node in part.gm.graph.nodes) == 2 * 4 - 1 + 3  # two tables, the head
 
 
 def test_what_is_not_offered_is_an_error():
