@@ -124,7 +124,8 @@ def take_apart(scheme: Scheme, pieces: Mapping[str, Tensor], name: str) -> Parts
 
 def _gptq(scheme: Scheme, pieces: Mapping[str, Tensor]) -> Parts:
     codes_KN = _words(pieces["qweight"].t(), scheme.bits).t()
-    zeros = _words(pieces["qzeros"], scheme.bits).to(torch.int16) + scheme.zero_offset
+    # A zero of 0 was kept as the greatest number.
+    zeros = (_words(pieces["qzeros"], scheme.bits).to(torch.int16) + scheme.zero_offset) % (1 << scheme.bits)
     scale_SN = pieces["scales"]
     group_of = pieces.get("g_idx")
     if group_of is None:

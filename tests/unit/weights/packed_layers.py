@@ -24,7 +24,7 @@ def layer(method, num_out=16, num_in=256, group=64, bits=4, symmetric=False, act
     scale = (torch.rand(num_out, num_groups) / 50 + 0.001).half()
     zero = torch.full((num_out, num_groups), 1 << (bits - 1))
     if not symmetric:
-        zero = torch.randint(1, 1 << bits, (num_out, num_groups))
+        zero = torch.randint(1 << bits, (num_out, num_groups))
     group_of = torch.arange(num_in) // group
     if act_order:
         group_of = group_of[torch.randperm(num_in)]
@@ -32,7 +32,7 @@ def layer(method, num_out=16, num_in=256, group=64, bits=4, symmetric=False, act
     if method == "gptq":
         pieces = {
             "qweight": words(codes, bits).t().contiguous(),
-            "qzeros": words(zero.t() - offset, bits),
+            "qzeros": words((zero.t() - offset) % (1 << bits), bits),
             "scales": scale.t().contiguous(),
             "g_idx": group_of.int(),
         }
