@@ -22,8 +22,10 @@ def ends(
         except subprocess.TimeoutExpired:
             before, seen = seen, progress(run, share)
             if seen[0] == before[0] and seen[1] < before[1] + stall_cpu_s:
-                for process in [*psutil.Process(run.pid).children(recursive=True), run]:
-                    process.kill()
+                # The shell first: it would go on when what it waits for ends.
+                for process in [run, *psutil.Process(run.pid).children(recursive=True)]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
                 run.wait()
                 return False
 
