@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -14,6 +15,9 @@ from torch._C._distributed_c10d import Store
 from numadist.config import config
 from numadist.errors import CollectiveTimeout
 from numadist.topology.cpuset import parse_list
+
+# What an earlier life of a job left in the store may stand there so long before it is taken for the truth.
+REPLACED_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,24 @@ def meet(store: Store, rank: int, world: int, timeout_s: float) -> list[Member]:
             f"{', '.join(f'rank {r} (never joined)' for r in late)}. Look what these ranks do (py-spy dump "
             f"--pid), or raise the timeout of init_process_group."
         ) from error
-    found = [json.loads(store.get(key)) for key in keys]
-    return [Member(**{**entry, "nodes": tuple(entry["nodes"])}) for entry in found]
+    until = time.monotonic() + min(REPLACED_WITHIN_S, timeout_s)
+    while True:
+        found = [_member(store.get(key)) for key in keys]
+        # torchrun keeps its store when it restarts ranks: entries of the life before are replaced one by one.
+        if not any(map(_is_gone, found)) or time.monotonic() > until:
+            return found
+        time.sleep(0.002)
+
+
+def _member(text: bytes) -> Member:
+    entry = json.loads(text)
+    return Member(**{**entry, "nodes": tuple(entry["nodes"])})
+
+
+def _is_gone(member: Member) -> bool:
+    """Whether it is known to have ended: a process that we would see."""
+    here = member.machine == _machine() and member.pid_namespace == os.readlink("/proc/self/ns/pid")
+    return here and not os.path.exists(f"/proc/{member.pid}")
 
 
 def _has(store: Store, key: str) -> bool:
