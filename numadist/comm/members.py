@@ -47,7 +47,8 @@ def meet(store: Store, rank: int, world: int, timeout_s: float) -> list[Member]:
     if world == 1:
         return [this_process()]
     keys = [f"numadist/member/{r}" for r in range(world)]
-    store.set(keys[rank], json.dumps(asdict(this_process())))
+    me = this_process()
+    store.set(keys[rank], json.dumps(asdict(me)))
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError as error:  # each kind of store has its own
@@ -63,7 +64,7 @@ def meet(store: Store, rank: int, world: int, timeout_s: float) -> list[Member]:
     while True:
         found = [_member(store.get(key)) for key in keys]
         # torchrun keeps its store when it restarts ranks: entries of the life before are replaced one by one.
-        if not any(map(_is_gone, found)) or time.monotonic() > until:
+        if not any(_is_gone(member, me) for member in found) or time.monotonic() > until:
             return found
         time.sleep(0.002)
 
@@ -73,9 +74,9 @@ def _member(text: bytes) -> Member:
     return Member(**{**entry, "nodes": tuple(entry["nodes"])})
 
 
-def _is_gone(member: Member) -> bool:
+def _is_gone(member: Member, me: Member) -> bool:
     """Whether it is known to have ended: a process that we would see."""
-    here = member.machine == _machine() and member.pid_namespace == os.readlink("/proc/self/ns/pid")
+    here = (member.machine, member.pid_namespace) == (me.machine, me.pid_namespace)
     return here and not os.path.exists(f"/proc/{member.pid}")
 
 

@@ -10,6 +10,7 @@ panels of 16 outputs.
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,10 +38,6 @@ class Scales(enum.IntEnum):
     @property
     def has_minimum(self) -> bool:
         return self in (Scales.F16_MIN, Scales.U8_MIN)
-
-    @property
-    def has_factors(self) -> bool:
-        return self in (Scales.I8_HALF, Scales.U8_MIN)
 
 
 @dataclass(frozen=True)
@@ -76,9 +73,6 @@ class Quantized:
         taken = places.clamp(max=self.in_features) if self.order is None else self.order.long()
         order_GI = local[taken].view(-1, GROUP)
         groups = (order_GI >= 0).any(1).nonzero()[:, 0]
-        order = order_GI[groups].reshape(-1)
-        straight = torch.arange(len(order), dtype=torch.int32)
-        straight[len(chosen) :] = -1
         shares = groups >> self.shared
         shared = _largest_share(shares, self.shared)
         return replace(
@@ -88,7 +82,7 @@ class Quantized:
             factors=None if self.factors is None else self.factors[:, groups],
             in_features=len(chosen),
             shared=shared,
-            order=None if torch.equal(order, straight) else order,
+            order=unless_straight(order_GI[groups].reshape(-1), len(chosen)),
         )
 
     def widened(self) -> Tensor:
@@ -114,6 +108,13 @@ class Quantized:
         return out
 
 
+def unless_straight(order: Tensor, in_features: int) -> Tensor | None:
+    """An order as Quantized has it: None where places take the inputs one after the other."""
+    straight = torch.arange(len(order), dtype=torch.int32)
+    straight[in_features:] = -1
+    return None if torch.equal(order, straight) else order
+
+
 def _largest_share(shares: Tensor, limit: int) -> int:
     """log2 of how many neighbouring groups still share a scale, at most limit."""
     for shared in range(limit, 0, -1):
@@ -134,10 +135,6 @@ class Packed:
     in_features: int
     kind: Scales
     shared: int
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.codes, self.scales, self.order) if t is not None)
 
 
 def pack(q: Quantized) -> Packed:
@@ -307,29 +304,14 @@ def quantized_embedding(
 
 @torch.library.register_fake("numadist::quantized_linear", lib=_LIBRARY)
 def _quantized_linear_fake(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    order: Tensor | None,
-    bias: Tensor | None,
-    out_features: int,
-    in_features: int,
-    kind: int,
-    shared: int,
+    x: Tensor, codes: Tensor, scales: Tensor, order: Tensor | None, bias: Tensor | None, *layout: int
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], out_features))
+    return x.new_empty((*x.shape[:-1], layout[0]))
 
 
 @torch.library.register_fake("numadist::quantized_embedding", lib=_LIBRARY)
 def _quantized_embedding_fake(
-    ids: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    order: Tensor | None,
-    out_features: int,
-    in_features: int,
-    kind: int,
-    shared: int,
-    dtype: torch.dtype,
+    ids: Tensor, codes: Tensor, scales: Tensor, order: Tensor | None, *layout_and_dtype: Any
 ) -> Tensor:
+    _, in_features, _, _, dtype = layout_and_dtype
     return codes.new_empty((*ids.shape, in_features), dtype=dtype)

@@ -1,6 +1,5 @@
 """Which weights of a graph may be codes, and the graph written so that they are."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,24 +105,3 @@ def use_codes(gm: GraphModule, weight: CodedWeight, packed: Packed, number: int)
 def reads_codes(node: Node) -> bool:
     """Whether the node is a layer or a lookup on codes."""
     return node.target in (_LINEAR, _EMBEDDING)
-
-
-Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-
-
-def moved(packed: Packed, allocate: Allocate) -> Packed:
-    """The same in fresh memory."""
-
-    def fresh(t: Tensor) -> Tensor:
-        return allocate(tuple(t.shape), t.dtype).copy_(t)
-
-    order = None if packed.order is None else fresh(packed.order)
-    return Packed(
-        fresh(packed.codes),
-        fresh(packed.scales),
-        order,
-        packed.out_features,
-        packed.in_features,
-        packed.kind,
-        packed.shared,
-    )

@@ -1,6 +1,7 @@
 """Give a rank's graph codes instead of weights: those of its file, or rounded while they are loaded."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -9,9 +10,9 @@ from torch.fx import GraphModule
 
 from numadist.errors import ShardError
 from numadist.graph.cleanup import drop_unused_parameters
-from numadist.kernels.quantized import GROUP, Quantized, kernel_name, pack, quantize
+from numadist.kernels.quantized import GROUP, Packed, Quantized, kernel_name, pack, quantize
 from numadist.log import get_logger
-from numadist.lowering.quantized import CodedWeight, coded_weights, moved, use_codes
+from numadist.lowering.quantized import CodedWeight, coded_weights, use_codes
 from numadist.progress import progress
 from numadist.sharding.placement import Shard
 from numadist.sharding.schema import Schema
@@ -57,7 +58,7 @@ def quantize_parameters(
             advance(weight.parameter.numel() / 1e6)
             if codes is None:
                 continue
-            use_codes(gm, weight, moved(pack(codes), allocate), number)
+            use_codes(gm, weight, _moved(pack(codes), allocate), number)
             found[f"{codes.bits} bits, scales {codes.kind.name}"] += 1
     if found:
         gm.graph.eliminate_dead_code()
@@ -67,6 +68,16 @@ def quantize_parameters(
         log.info("weights that stay codes: %s; %s", kinds, kernel_name())
     if rank == 0 and file is not None and how == "auto":
         _warn_of_widened(gm, file)
+
+
+def _moved(packed: Packed, allocate: Allocate) -> Packed:
+    """The same in fresh memory of this rank's."""
+
+    def fresh(t: Tensor) -> Tensor:
+        return allocate(tuple(t.shape), t.dtype).copy_(t)
+
+    order = None if packed.order is None else fresh(packed.order)
+    return replace(packed, codes=fresh(packed.codes), scales=fresh(packed.scales), order=order)
 
 
 def _warn_of_widened(gm: GraphModule, file: WeightsFile) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from numadist.errors import ShardError
-from numadist.kernels.quantized import GROUP, Quantized, Scales
+from numadist.kernels.quantized import GROUP, Quantized, Scales, unless_straight
 
 # AWQ packs outputs 0, 2, 4, 6, 1, 3, 5, 7 of each 8 into a word, lowest bits first.
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -212,9 +212,7 @@ def coded(parts: Parts, outputs: Tensor | None) -> Quantized | None:
     order[place] = sorted_K.int()
     codes = codes_NK.new_zeros(num_out, num_groups * GROUP)
     codes[:, place] = codes_NK[:, sorted_K]
-    straight = torch.arange(num_groups * GROUP, dtype=torch.int32)
-    straight[num_in:] = -1
-    kept_order = None if torch.equal(order, straight) else order
+    kept_order = unless_straight(order, num_in)
     share_of = torch.arange(scale.shape[1]).repeat_interleave(groups_of)
     codes = codes.view(num_out, num_groups, GROUP)
     if zero_NS is None:

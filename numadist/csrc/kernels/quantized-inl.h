@@ -17,12 +17,16 @@ inline Bytes load_bytes(const uint8_t* p) { return *reinterpret_cast<const Bytes
 // ---- dot products of 4 codes with 4 values of x, in every lane of 32 bits ----
 // kZero8: what is taken from codes of 8 bits before they are multiplied is 128 - kZero8; the rest is taken after.
 
-#if ND_LANES == 16 && defined(ND_HAS_VNNI)
-struct Dot {
-  static constexpr int kZero8 = 128;
+// Of products that add up in 32 bits from the start on.
+struct Sum {
   Ints sum;
   void begin(int32_t start) { sum = Ints{} + start; }
   Ints end() const { return sum; }
+};
+
+#if ND_LANES == 16 && defined(ND_HAS_VNNI)
+struct Dot : Sum {
+  static constexpr int kZero8 = 128;
   template <int kBits>
   void add(Bytes codes, uint32_t x, size_t) {
     sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(int32_t(x)));
@@ -66,11 +70,8 @@ struct Dot {
 };
 #elif defined(ND_HAS_DOTPROD)
 // Both sides are signed, which codes of fewer bits are too.
-struct Dot {
+struct Dot : Sum {
   static constexpr int kZero8 = 0;
-  Ints sum;
-  void begin(int32_t start) { sum = Ints{} + start; }
-  Ints end() const { return sum; }
   template <int kBits>
   void add(Bytes codes, uint32_t x, size_t) {
     const Bytes signed_codes = kBits == 8 ? codes ^ 0x80 : codes;
@@ -78,11 +79,8 @@ struct Dot {
   }
 };
 #else
-struct Dot {
+struct Dot : Sum {
   static constexpr int kZero8 = 128;
-  Ints sum;
-  void begin(int32_t start) { sum = Ints{} + start; }
-  Ints end() const { return sum; }
   template <int kBits>
   void add(Bytes codes, uint32_t x, size_t) {
     const Words four = (Words)codes;
@@ -136,7 +134,7 @@ inline Vec load_i8(const uint8_t* p) {
 // Of the outputs from `at` on: scale of each half of the group, and what is added per sum of x where codes have a minimum.
 template <int kKind>
 struct Scales {
-  static constexpr bool kHasMinimum = kKind == ND_SCALES_F16_MIN || kKind == ND_SCALES_U8_MIN;
+  static constexpr bool kHasMinimum = has_minimum(kKind);
   static constexpr size_t kHalves = kKind == ND_SCALES_I8_HALF ? 2 : 1;
   Vec scale[kHalves], minimum;
 
@@ -145,7 +143,7 @@ struct Scales {
     const size_t share = (group >> w.shared) * kMany * kOutputs + at;
     scale[0] = load_f16(panel, share);
     if constexpr (kHasMinimum) minimum = load_f16(panel, share + kOutputs);
-    if constexpr (kKind == ND_SCALES_I8_HALF || kKind == ND_SCALES_U8_MIN) {
+    if constexpr (has_factors(kKind)) {
       const uint8_t* factors =
           panel + w.num_shares() * kMany * kOutputs * sizeof(uint16_t) + group * 2 * kOutputs + at;
       if constexpr (kKind == ND_SCALES_U8_MIN) {

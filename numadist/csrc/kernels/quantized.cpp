@@ -138,11 +138,10 @@ size_t group_bytes(int bits) { return size_t(bits) * kGroup * kOutputs / 8; }
 // Input i of a group of output `lane` of a panel.
 float number_at(const QuantizedWeights& w, int bits, int kind, const uint8_t* codes, const uint8_t* scales,
                 size_t g, size_t lane, size_t i) {
-  const bool has_minimum = kind == ND_SCALES_F16_MIN || kind == ND_SCALES_U8_MIN;
-  const size_t many = has_minimum ? 2 : 1, share = (g >> w.shared) * many * kOutputs + lane;
+  const size_t many = has_minimum(kind) ? 2 : 1, share = (g >> w.shared) * many * kOutputs + lane;
   const auto* factors =
       scales + w.num_shares() * many * kOutputs * sizeof(uint16_t) + g * 2 * kOutputs + lane;
-  float scale = f16_at(scales, share), minimum = has_minimum ? f16_at(scales, share + kOutputs) : 0;
+  float scale = f16_at(scales, share), minimum = has_minimum(kind) ? f16_at(scales, share + kOutputs) : 0;
   if (kind == ND_SCALES_U8_MIN) {
     scale *= factors[0];
     minimum *= -static_cast<float>(factors[kOutputs]);
@@ -150,7 +149,7 @@ float number_at(const QuantizedWeights& w, int bits, int kind, const uint8_t* co
     scale *= static_cast<int8_t>(factors[i / (kGroup / 2) * kOutputs]);
   }
   const int code = code_at(codes + g * group_bytes(bits), bits, lane, i);
-  return has_minimum ? scale * float(code) + minimum : scale * float(code - (1 << (bits - 1)));
+  return has_minimum(kind) ? scale * float(code) + minimum : scale * float(code - (1 << (bits - 1)));
 }
 
 template <class W>
@@ -173,11 +172,9 @@ void widen_output(const QuantizedWeights& w, int bits, int kind, const int32_t* 
 
 bool is_valid(const QuantizedWeights& w, int bits, int kind) {
   if (portable::find_multiply(bits, kind) == nullptr || w.shared < 0 || w.shared > 8) return false;
-  const bool has_minimum = kind == ND_SCALES_F16_MIN || kind == ND_SCALES_U8_MIN;
-  const bool has_factors = kind == ND_SCALES_I8_HALF || kind == ND_SCALES_U8_MIN;
-  if (w.shared > 0 && !has_factors) return false;
-  return w.panel_scale_bytes == kOutputs * (w.num_shares() * (has_minimum ? 2 : 1) * sizeof(uint16_t) +
-                                            w.groups * (has_factors ? 2 : 0));
+  if (w.shared > 0 && !has_factors(kind)) return false;
+  return w.panel_scale_bytes == kOutputs * (w.num_shares() * (has_minimum(kind) ? 2 : 1) * sizeof(uint16_t) +
+                                            w.groups * (has_factors(kind) ? 2 : 0));
 }
 
 QuantizedWeights weights_of(const NdQuantized& q) {

@@ -15,6 +15,10 @@ constexpr size_t kSteps = 8;     // of kStepInputs inputs, of a group
 constexpr size_t kStepInputs = 4;
 constexpr size_t kStepBytes = kOutputs * kStepInputs;
 
+// Of a kind of scales.
+constexpr bool has_minimum(int kind) { return kind == ND_SCALES_F16_MIN || kind == ND_SCALES_U8_MIN; }
+constexpr bool has_factors(int kind) { return kind == ND_SCALES_I8_HALF || kind == ND_SCALES_U8_MIN; }
+
 struct QuantizedWeights {
   const uint8_t* codes;
   const uint8_t* scales;
