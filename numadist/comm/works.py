@@ -5,6 +5,7 @@ Whoever waits does that; for futures, which nobody may wait for, threads of the 
 wait for other works, so whoever completes one holds nothing that another work needs.
 """
 
+import atexit
 import contextlib
 import datetime
 import errno
@@ -64,6 +65,7 @@ class PendingWork(Work):
         self._future: torch.futures.Future[Any] | None = None
         self._unsettled: torch.futures.Future[Any] | None = None  # the same, until somebody completes it
         self._done = False
+        self._outcome: Exception | bool = False  # what the core said
         # Works of one stream end in the order they began, so one thread can wait for all of them.
         self.stream: Hashable = self
         self._poll_lock = threading.RLock()  # held while the core is asked, possibly for long
@@ -73,19 +75,20 @@ class PendingWork(Work):
         """True if the call is done, False if it was not within the time (0 asks without waiting), or why it failed."""
         raise NotImplementedError
 
-    def _advance(self, timeout_ns: int) -> bool:
-        """Whether the call is done, now or within the time."""
+    def _advance(self, timeout_ns: int, complete: bool = True) -> bool:
+        """Whether the call is over, now or within the time. What Python has to do then waits without `complete`."""
         if self._done:
             return True
         limit_s = -1.0 if timeout_ns == _native.FOREVER else timeout_ns / 1e9
         if not self._poll_lock.acquire(timeout=limit_s):
             return False
         try:
-            if not self._done:
-                outcome = self._poll(timeout_ns)
-                if outcome is False:
-                    return False
-                self._complete(outcome if isinstance(outcome, Exception) else None)
+            if self._outcome is False:
+                self._outcome = self._poll(timeout_ns)
+            if self._outcome is False:
+                return False
+            if complete and not self._done:
+                self._complete(self._outcome if isinstance(self._outcome, Exception) else None)
             return True
         finally:
             self._poll_lock.release()
@@ -247,12 +250,17 @@ class _Completer:
     """Daemon threads that wait for works whose futures somebody holds: one thread a stream, in the order they came.
 
     A thread gives its stream away before it completes a future: the callbacks may wait for the stream's later works.
+    At the interpreter's end a thread that asks for the GIL is unwound, which aborts the process if C++ of torch is on its
+    stack. So the process ends after the threads have left torch, and none goes there later.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._left_torch = threading.Condition(self._lock)
         self._streams: dict[Hashable, deque[PendingWork]] = {}  # those that a thread serves
         self._idle: list[queue.SimpleQueue[Hashable]] = []  # where threads without a stream wait for one
+        self._in_torch = 0  # threads that complete a work
+        self._ending = False
 
     def take(self, work: PendingWork) -> None:
         with self._lock:
@@ -261,6 +269,12 @@ class _Completer:
                 return
             self._streams[work.stream] = deque([work])
             self._hand_over(work.stream)
+
+    def end(self) -> None:
+        """Keep the threads out of torch. A callback that waits for what never comes holds this up for END_S only."""
+        with self._lock:
+            self._ending = True
+            self._left_torch.wait_for(lambda: self._in_torch == 0, END_S)
 
     def _hand_over(self, stream: Hashable) -> None:
         """To an idle thread, or to a new one. Call with the lock."""
@@ -272,18 +286,23 @@ class _Completer:
     def _run(self, stream: Hashable) -> None:
         todo: queue.SimpleQueue[Hashable] = queue.SimpleQueue()
         while True:
-            self._finish_first(stream)
+            self._streams[stream][0]._advance(_native.FOREVER, complete=False)
             with self._lock:
+                if self._ending:
+                    return
+                self._in_torch += 1
+            self._complete_first(stream)
+            with self._lock:
+                self._in_torch -= 1
+                self._left_torch.notify_all()
                 self._idle.append(todo)
             stream = todo.get()
 
-    def _finish_first(self, stream: Hashable) -> None:
+    def _complete_first(self, stream: Hashable) -> None:
+        works = self._streams[stream]
+        works[0]._advance(0)
         with self._lock:
-            work = self._streams[stream][0]
-        work._advance(_native.FOREVER)
-        with self._lock:
-            works = self._streams[stream]
-            works.popleft()
+            work = works.popleft()
             if works:
                 self._hand_over(stream)
             else:
@@ -291,4 +310,8 @@ class _Completer:
         work._settle()
 
 
+# The end of a process waits so long for callbacks of futures that run.
+END_S = 10.0
+
 _completer = _Completer()
+atexit.register(_completer.end)
