@@ -250,8 +250,8 @@ class _Completer:
     """Daemon threads that wait for works whose futures somebody holds: one thread a stream, in the order they came.
 
     A thread gives its stream away before it completes a future: the callbacks may wait for the stream's later works.
-    At the interpreter's end a thread that asks for the GIL is unwound, which aborts the process if C++ of torch is on its
-    stack. So the process ends after the threads have left torch, and none goes there later.
+    When the interpreter ends, a thread that asks for the GIL is unwound, which aborts the process if C++ of torch is on
+    its stack. So the process ends after the threads have left torch, and none goes there later.
     """
 
     def __init__(self) -> None:

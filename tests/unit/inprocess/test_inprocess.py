@@ -1,6 +1,11 @@
 """The in-process variant: same answers as the unsharded model, pinned threads, weights where they belong."""
 
+import gc
 import os
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -53,6 +58,64 @@ def test_an_error_in_one_thread_reaches_the_caller_and_the_team_lives_on(cpus):
         assert team.run(lambda i: i) == [0, 1]
     finally:
         team.close()
+
+
+def test_an_interrupted_run_leaves_no_results_to_the_next(cpus):
+    team = ThreadGroups([Place((cpus[0],), None)] * 2)
+    go = threading.Event()
+
+    def wait_for_go(i):
+        go.wait()
+        return "of the interrupted run"
+
+    try:
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            team.run(wait_for_go)
+        go.set()
+        assert team.run(lambda i: i) == [0, 1]
+    finally:
+        team.close()
+
+
+def test_threads_end_with_the_team_and_a_closed_one_refuses(cpus):
+    team = ThreadGroups([Place((cpus[0],), None)] * 2)
+    team.run(lambda i, team=team: i)  # a function that holds the team does not keep it
+    mine = [thread for thread in threading.enumerate() if thread.name.startswith("numadist-node")]
+    del team
+    gc.collect()
+    assert not any(thread.is_alive() for thread in mine)
+    closed = ThreadGroups([Place((cpus[0],), None)])
+    closed.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        closed.run(lambda i: i)
+
+
+ENDING = """
+import sys, threading, time
+import torch
+from numadist.inprocess.thread_groups import Place, ThreadGroups
+
+team = ThreadGroups([Place((%d,), None)])
+begun = threading.Event()
+x = torch.ones(400, 400)
+
+def compute(i):
+    begun.set()
+    for _ in range(200):
+        torch.mm(x, x)
+    print("computed", flush=True)
+
+threading.Thread(target=lambda: team.run(compute), daemon=True).start()
+begun.wait()
+raise SystemExit(7)
+"""
+
+
+def test_a_process_that_ends_while_they_compute_does_not_abort(cpus):
+    done = subprocess.run([sys.executable, "-c", ENDING % cpus[0]], capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == "computed\n"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
