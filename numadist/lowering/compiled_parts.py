@@ -48,16 +48,18 @@ class _Step:
     run: Run
     arguments: list[Any]
     inputs: list[tuple[int, int]]
+    sizes: Sequence[Sequence[int]]  # arguments and their dims, whose sizes are the last arguments
     outputs: list[int]
     last_used: list[int]  # slots that nobody reads any more
 
 
 @dataclass(frozen=True)
 class _Code:
-    """A part's. module: what Inductor generated, if that is all that runs. guards: of the named sizes; empty: none."""
+    """A part's. module: what Inductor generated, if that is all that runs. sizes: see _Step. guards: see PartCode."""
 
     run: Run
     module: ModuleType | None
+    sizes: Sequence[Sequence[int]]
     guards: str
 
 
@@ -89,6 +91,7 @@ class Program:
             arguments = step.arguments.copy()
             for place, slot in step.inputs:
                 arguments[place] = slots[slot]
+            arguments += [arguments[place].shape[dim] for place, dim in step.sizes]
             for slot, value in zip(step.outputs, step.run(arguments), strict=True):
                 slots[slot] = value
             for slot in step.last_used:
@@ -142,7 +145,7 @@ def _kept(store: CodeStore, name: str) -> tuple[list[_Code], list[int]] | None:
 
 def _ready(part: PartCode) -> _Code:
     module = loaded(part.source)
-    return _Code(module.call, module, part.guards)
+    return _Code(module.call, module, part.sizes, part.guards)
 
 
 def _words(
@@ -198,7 +201,7 @@ class _Layout:
         outputs = [self._at(o) for o in torch.utils._pytree.tree_leaves(output.args[0])]
         used_last = self._used_last(output)
         steps = [
-            self._step(call, codes[run].run, used_last[i])
+            self._step(call, codes[run], used_last[i])
             for i, (call, run) in enumerate(zip(self.division.calls, runs, strict=True))
         ]
         program = Program(len(self.slots), self.numbers, steps, outputs)
@@ -228,14 +231,15 @@ class _Layout:
             for i in range(len(self.division.calls))
         ]
 
-    def _step(self, call: Any, run: Run, last_used: list[int]) -> _Step:
+    def _step(self, call: Any, code: _Code, last_used: list[int]) -> _Step:
         arguments, inputs = [], []
         for place, node in enumerate(call.inputs):
             is_own = node.op == "get_attr"
             arguments.append(tensor_of(self.gm, node).detach() if is_own else None)
             if not is_own:
                 inputs.append((place, self.slots[node]))
-        return _Step(run, arguments, inputs, [self.slots[n] for n in call.outputs], last_used)
+        outputs = [self.slots[n] for n in call.outputs]
+        return _Step(code.run, arguments, inputs, code.sizes, outputs, last_used)
 
 
 class _Compiler:
@@ -247,7 +251,7 @@ class _Compiler:
         self.mode = FakeTensorMode(shape_env=self.env)
         self.sizes = self._symbols(hints)
         self.fakes: dict[Any, Any] = {}  # of nodes; of tensors of the graph's own by id
-        self.traced: dict[Any, tuple[_Traced, list[Any]]] = {}
+        self.traced: dict[Any, _Traced] = {}
         self.names: list[str] = []
 
     def _symbols(self, hints: Mapping[str, int]) -> dict[str, Any]:
@@ -310,20 +314,25 @@ class _Compiler:
         values = [self._fake(node) for node in call.inputs]
         kind = call.part, tuple(_described(v) for v in values)
         if kind not in self.traced:
-            self.traced[kind] = self._traced(self.division.parts[call.part], values), values
-        part, _ = self.traced[kind]
+            self.traced[kind] = self._traced(self.division.parts[call.part], values)
+        part = self.traced[kind]
         for node, value in zip(call.outputs, part.results, strict=True):
             self.fakes[node] = value
         return kind
 
     def _traced(self, part: GraphModule, values: list[Any]) -> "_Traced":
-        """A copy of the part that knows what its nodes are."""
+        """A copy of the part that knows what its nodes are, and takes symbols of sizes as inputs too."""
         copy = GraphModule(torch.nn.Module(), torch.fx.Graph())
         copy.graph.output(copy.graph.graph_copy(part.graph, {}))
+        sizes = _unbound_sizes(values)
+        with copy.graph.inserting_before(next(n for n in copy.graph.nodes if n.op != "placeholder")):
+            for _ in sizes:
+                copy.graph.placeholder("size")
+        values = [*values, *[values[place].shape[dim] for place, dim in sizes]]
         with self.mode:
             results = _Noting(copy).run(*values)
         write_packed_linears(copy)
-        return _Traced(copy, results)
+        return _Traced(copy, values, sizes, results)
 
     def _part(self, kind: Any, name: str) -> _Code:
         """Another process's code, or our own, which is kept."""
@@ -335,7 +344,7 @@ class _Compiler:
                 log.debug("%s is ignored: %s: %s", name, type(reason).__name__, reason)
         code, is_plain = self._compile(kind)
         if is_plain and code.module is not None and code.module.__file__:
-            self.store.keep(name, PartCode(Path(code.module.__file__).read_text(), code.guards))
+            self.store.keep(name, PartCode(Path(code.module.__file__).read_text(), code.sizes, code.guards))
         return code
 
     def _compile(self, kind: Any) -> tuple[_Code, bool]:
@@ -343,7 +352,7 @@ class _Compiler:
         import torch._functorch.config as functorch_config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-        traced, values = self.traced[kind]
+        traced = self.traced[kind]
         found: list[tuple[Any, int, int]] = []
 
         def inner(gm: GraphModule, example_inputs: Any, **options: Any) -> Any:
@@ -360,17 +369,32 @@ class _Compiler:
             functorch_config.patch(enable_autograd_cache=False),
             compiler_config.patch(cache_key_tag=tag),
         ):
-            run: Any = compile_fx(traced.gm, values, inner_compile=inner)
+            run: Any = compile_fx(traced.gm, traced.values, inner_compile=inner)
         module: Any = _module_of([compiled for compiled, _, _ in found])
-        if module is not None and is_plain(found, context, len(values), len(traced.results)):
-            return _Code(module.call, module, self._guards()), True
-        return _Code(lambda inputs: run(*inputs), module, self._guards()), False
+        if module is not None and is_plain(found, context, len(traced.values), len(traced.results)):
+            return _Code(module.call, module, traced.sizes, self._guards()), True
+        return _Code(lambda inputs: run(*inputs), module, traced.sizes, self._guards()), False
 
 
 @dataclass(frozen=True)
 class _Traced:
     gm: GraphModule
+    values: list[Any]
+    sizes: list[tuple[int, int]]
     results: list[Any]
+
+
+def _unbound_sizes(values: Sequence[Any]) -> list[tuple[int, int]]:
+    """Where the symbols stand that are no input of their own: inputs and their dims.
+
+    Inductor of torch 2.14 and later defines a symbol by an input that is it, as Dynamo writes its graphs, alone.
+    """
+    found: dict[str, tuple[int, int] | None] = {str(v): None for v in values if isinstance(v, torch.SymInt)}
+    for place, value in enumerate(values):
+        for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                found.setdefault(str(size), (place, dim))
+    return [where for where in found.values() if where is not None]
 
 
 class _Noting(Interpreter):

@@ -32,9 +32,13 @@ _KINDS_OF_CPU = "flags", "Features", "model name", "CPU part"
 
 @dataclass(frozen=True)
 class PartCode:
-    """source: the module that Inductor wrote; its `call` is the part. guards: of the named sizes; empty: none."""
+    """source: the module that Inductor wrote; its `call` is the part.
+
+    sizes: inputs and their dims, whose sizes are inputs too, after the others. guards: of the named sizes; empty: none.
+    """
 
     source: str
+    sizes: Sequence[Sequence[int]]
     guards: str
 
 
