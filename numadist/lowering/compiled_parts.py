@@ -326,8 +326,8 @@ class _Compiler:
         copy.graph.output(copy.graph.graph_copy(part.graph, {}))
         sizes = _unbound_sizes(values)
         with copy.graph.inserting_before(next(n for n in copy.graph.nodes if n.op != "placeholder")):
-            for _ in sizes:
-                copy.graph.placeholder("size")
+            for place, dim in sizes:
+                copy.graph.placeholder(f"size_of_{place}_{dim}")
         values = [*values, *[values[place].shape[dim] for place, dim in sizes]]
         with self.mode:
             results = _Noting(copy).run(*values)

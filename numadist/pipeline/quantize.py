@@ -21,8 +21,10 @@ from numadist.weights.load import Allocate, WeightsFile
 from numadist.weights.slices import local_slice
 
 log = get_logger(__name__)
+aten = torch.ops.aten
 
-# auto: what the file has as codes stays codes. int8, int4: all layers and tables become codes of so many bits.
+# auto: what the file has as codes stays codes. int8, int4: all layers and tables become codes of so many bits, but for
+# tables and the head of int4, which have 8.
 Quantization = Literal["auto", "int8", "int4"]
 _ALL = "auto", "int8", "int4"
 _BITS = {"int8": 8, "int4": 4}
@@ -51,10 +53,11 @@ def quantize_parameters(
     shards = schema.param_shards()
     found: Counter[str] = Counter()
     weights = coded_weights(gm)
+    bits = {} if how == "auto" else _bits_of(gm, weights, _BITS[how])
     with progress("loading codes", sum(w.parameter.numel() for w in weights) / 1e6, "million") as advance:
         for number, weight in enumerate(weights):
             shard = next((shards[n] for n in weight.names if n in shards), Shard({}))
-            codes = codes_of(weight, shard, rank, file, how)
+            codes = codes_of(weight, shard, rank, file, bits.get(number))
             advance(weight.parameter.numel() / 1e6)
             if codes is None:
                 continue
@@ -68,6 +71,15 @@ def quantize_parameters(
         log.info("weights that stay codes: %s; %s", kinds, kernel_name())
     if rank == 0 and file is not None and how == "auto":
         _warn_of_widened(gm, file)
+
+
+def _bits_of(gm: GraphModule, weights: list[CodedWeight], bits: int) -> dict[int, int]:
+    """Of each weight. Tables and the head, the last layer, get 8 at least: at 4 they cost more than all else."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    users = [[user for user, _, _ in weight.users] for weight in weights]
+    last = max((user for some in users for user in some), key=order.__getitem__, default=None)
+    sensitive = [any(u is last or u.target is aten.embedding.default for u in some) for some in users]
+    return {i: max(bits, 8) if is_sensitive else bits for i, is_sensitive in enumerate(sensitive)}
 
 
 def _moved(packed: Packed, allocate: Allocate) -> Packed:
@@ -100,9 +112,9 @@ def _warn_of_widened(gm: GraphModule, file: WeightsFile) -> None:
 
 
 def codes_of(
-    weight: CodedWeight, shard: Shard, rank: int, file: WeightsFile | None, how: Quantization
+    weight: CodedWeight, shard: Shard, rank: int, file: WeightsFile | None, bits: int | None
 ) -> Quantized | None:
-    """This rank's part of a weight as codes [N, ...]; None where it has none."""
+    """This rank's part of a weight as codes [N, ...] of so many bits, or as in the file; None where it has none."""
     out_dim = weight.out_dim
     size = weight.parameter.shape[1 - out_dim]
     ranges = shard.dims[1 - out_dim].cuts[rank] if 1 - out_dim in shard.dims else ((0, size),)
@@ -111,12 +123,12 @@ def codes_of(
         weight.parameter.shape, rank
     ):
         return None
-    if how == "auto":
+    if bits is None:
         whole = _of_file(weight, outputs, rank, file)
     elif size < GROUP:
         return None
     else:
-        whole = _rounded(weight, outputs, rank, file, _BITS[how])
+        whole = _rounded(weight, outputs, rank, file, bits)
     if whole is None or tuple(ranges) == ((0, size),):
         return whole
     return whole.inputs(ranges)
