@@ -72,16 +72,32 @@ int nd_touch(void* addr, size_t bytes) {
   return 0;
 }
 
+// What the kernel moves just now, to make room for huge pages, has no node for the moment. Such a page is resident, which
+// one that was never touched is not.
+static bool is_being_moved(void* page, int32_t node) {
+  unsigned char resident = 0;
+  return node == -ENOENT && mincore(page, page_size(), &resident) == 0 && (resident & 1);
+}
+
 int nd_page_nodes(const void* addr, size_t bytes, int32_t* nodes) {
   constexpr size_t kBatch = 1024;
+  constexpr int kMostWaits =
+      200;  // of a millisecond, in all: a page of a file may be resident, yet not mapped
   const Pages pages(addr, bytes);
   const size_t page = page_size();
+  int waits = 0;
   void* batch[kBatch];
   for (size_t done = 0; done < pages.count; done += kBatch) {
     const size_t n = pages.count - done < kBatch ? pages.count - done : kBatch;
     for (size_t i = 0; i < n; ++i) batch[i] = pages.first + (done + i) * page;
-    // Without target nodes move_pages moves nothing and reports where each page is.
-    if (syscall(SYS_move_pages, 0, n, batch, nullptr, nodes + done, 0) != 0) return -errno;
+    for (bool again = true; again;) {
+      // Without target nodes move_pages moves nothing and reports where each page is.
+      if (syscall(SYS_move_pages, 0, n, batch, nullptr, nodes + done, 0) != 0) return -errno;
+      again = false;
+      for (size_t i = 0; i < n && !again; ++i) again = is_being_moved(batch[i], nodes[done + i]);
+      again = again && ++waits <= kMostWaits;
+      if (again) usleep(1000);
+    }
   }
   return 0;
 }

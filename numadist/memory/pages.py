@@ -30,4 +30,4 @@ def page_nodes(t: Tensor) -> dict[int, int]:
 
 def num_pages(t: Tensor) -> int:
     """Number of pages a tensor lies on, wholly or in part."""
-    return len(_native.page_nodes(*byte_range(t)))
+    return _native.num_pages(*byte_range(t))

@@ -3,6 +3,8 @@
 One file a machine: where several processes run tests they share them out by file, and a machine boots once.
 """
 
+import errno
+
 import pytest
 
 pytestmark = [pytest.mark.guest, pytest.mark.slow]
@@ -94,6 +96,14 @@ def test_each_ranks_part_of_the_segment_is_on_its_node(two_nodes):
     seen = check.only
     assert seen["segment_wrong"] == 0, f"pages off the node they are bound to: {seen}"
     assert all(pages > 16 for pages in seen["segment_by_node"].values()), f"slots on both nodes: {seen}"
+
+
+def test_pages_that_are_being_moved_are_found(two_nodes):
+    check = two_nodes["moving_pages"]
+    assert check.exit_code == 0, check.stderr
+    assert check.only["moves"] > 0
+    assert check.only["missed"] == 0
+    assert check.only["untouched"] == [-errno.ENOENT] * 4
 
 
 def test_in_process_shards_are_on_the_node_of_their_threads(two_nodes):
