@@ -328,7 +328,7 @@ def num_pages(address: int, num_bytes: int) -> int:
 
 
 def page_nodes(address: int, num_bytes: int) -> list[int]:
-    """Node of every page of a range; negative errno where there is none (-ENOENT: not yet touched)."""
+    """Node of every page of a range; negative errno where there is none: not yet touched."""
     count = num_pages(address, num_bytes)
     nodes = (c_int32 * max(count, 1))()
     check(lib.nd_page_nodes(address, num_bytes, nodes), f"ask where {num_bytes} bytes are")
