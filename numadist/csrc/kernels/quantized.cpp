@@ -49,7 +49,7 @@ ND_TARGET_NEON_DOTPROD_END
 // Of one dtype of x.
 struct Kernels {
   void (*quantize_row)(const QuantizedCall&, const QuantizedRows&, size_t row);
-  MultiplyRows (*find_multiply)(int bits, int kind);
+  Multiply (*find_multiply)(int bits, int kind);
   void (*write_panel)(const QuantizedCall&, const float* sums, size_t panel, size_t row, size_t rows);
 };
 
@@ -80,42 +80,41 @@ constexpr size_t kPieceRows = 64;
 // So much of x each thread rounds for itself, which is faster than that all wait for one.
 constexpr size_t kOwnGroups = 256;
 
-constexpr size_t kGroupScratch = kGroup + sizeof(float) + 2 * sizeof(int32_t);
+constexpr size_t kGroupScratch = kGroup * sizeof(int16_t) + sizeof(RoundedGroup);
 
 QuantizedRows rows_in(void* memory, size_t groups) {
-  auto* const scale = static_cast<float*>(memory);
-  auto* const sums = reinterpret_cast<int32_t*>(scale + groups);
-  return {reinterpret_cast<int8_t*>(sums + 2 * groups), scale, sums};
+  auto* const rounded = static_cast<RoundedGroup*>(memory);
+  return {reinterpret_cast<uint32_t*>(rounded + groups), rounded};
 }
 
-void multiply_panels(const QuantizedCall& call, const Kernels& kernels, MultiplyRows multiply,
-                     const QuantizedRows& x, size_t begin, size_t end) {
+void multiply_panels(const QuantizedCall& call, const Kernels& kernels, const QuantizedRows& x, size_t begin,
+                     size_t end) {
   alignas(64) float sums[kPieceRows * kOutputs];
   const size_t pieces = (call.rows + kPieceRows - 1) / kPieceRows;
   for (size_t piece = 0; piece < pieces; ++piece) {
     const size_t row = call.rows * piece / pieces, rows = call.rows * (piece + 1) / pieces - row;
     for (size_t panel = begin; panel < end; ++panel) {
-      multiply(call.w, x, panel, row, rows, sums);
+      call.multiply.run(call.w, x, panel, row, rows, sums);
       kernels.write_panel(call, sums, panel, row, rows);
     }
   }
 }
 
-void multiply_few(const QuantizedCall& call, const Kernels& kernels, MultiplyRows multiply) {
+void multiply_few(const QuantizedCall& call, const Kernels& kernels) {
   for_shares(call.w.num_panels(), [&](size_t begin, size_t end) {
     if (begin == end) return;
     alignas(64) char own[kOwnGroups * kGroupScratch];
     const QuantizedRows x = rows_in(own, call.rows * call.w.groups);
     for (size_t row = 0; row < call.rows; ++row) kernels.quantize_row(call, x, row);
-    multiply_panels(call, kernels, multiply, x, begin, end);
+    multiply_panels(call, kernels, x, begin, end);
   });
 }
 
-void multiply_many(const QuantizedCall& call, const Kernels& kernels, MultiplyRows multiply, void* scratch) {
+void multiply_many(const QuantizedCall& call, const Kernels& kernels, void* scratch) {
   const QuantizedRows x = rows_in(scratch, call.rows * call.w.groups);
   for_neighbours(call.rows, [&](size_t row) { kernels.quantize_row(call, x, row); });
   for_shares(call.w.num_panels(),
-             [&](size_t begin, size_t end) { multiply_panels(call, kernels, multiply, x, begin, end); });
+             [&](size_t begin, size_t end) { multiply_panels(call, kernels, x, begin, end); });
 }
 
 // ---- lookups: an output as numbers, bit for bit as the format says ----
@@ -171,7 +170,7 @@ void widen_output(const QuantizedWeights& w, int bits, int kind, const int32_t* 
 }
 
 bool is_valid(const QuantizedWeights& w, int bits, int kind) {
-  if (portable::find_multiply(bits, kind) == nullptr || w.shared < 0 || w.shared > 8) return false;
+  if (portable::find_multiply(bits, kind).run == nullptr || w.shared < 0 || w.shared > 8) return false;
   if (w.shared > 0 && !has_factors(kind)) return false;
   return w.panel_scale_bytes == kOutputs * (w.num_shares() * (has_minimum(kind) ? 2 : 1) * sizeof(uint16_t) +
                                             w.groups * (has_factors(kind) ? 2 : 0));
@@ -191,15 +190,17 @@ size_t nd_quantized_linear_scratch(size_t rows, size_t groups) {
 int nd_quantized_linear(int isa, int dtype, const void* x, const NdQuantized* q, const void* bias, void* y,
                         void* scratch, size_t rows) {
   using namespace nd;
-  const QuantizedCall call = {weights_of(*q), x, q->order, bias, y, rows, q->k};
+  const QuantizedWeights w = weights_of(*q);
   const Kernels* kernels = kernels_of(isa, dtype);
-  if (kernels == nullptr || !is_valid(call.w, q->bits, q->kind)) return -EINVAL;
+  if (kernels == nullptr || !is_valid(w, q->bits, q->kind)) return -EINVAL;
   if (rows == 0 || q->n == 0) return 0;
-  const MultiplyRows multiply = kernels->find_multiply(q->bits, q->kind);
+  const Multiply multiply = kernels->find_multiply(q->bits, q->kind);
+  const bool by_halves = q->kind == ND_SCALES_I8_HALF;
+  const QuantizedCall call = {w, x, q->order, bias, y, rows, q->k, multiply, by_halves};
   if (nd_quantized_linear_scratch(rows, q->groups) == 0)
-    multiply_few(call, *kernels, multiply);
+    multiply_few(call, *kernels);
   else
-    multiply_many(call, *kernels, multiply, scratch);
+    multiply_many(call, *kernels, scratch);
   return 0;
 }
 
