@@ -58,7 +58,7 @@ def quantize_parameters(
             advance(weight.parameter.numel() / 1e6)
             if codes is None:
                 continue
-            use_codes(gm, weight, _moved(pack(codes), allocate), number)
+            use_codes(gm, weight, _moved(pack(codes, weight.num_experts), allocate), number)
             found[f"{codes.bits} bits, scales {codes.kind.name}"] += 1
     if found:
         gm.graph.eliminate_dead_code()
@@ -102,11 +102,10 @@ def _warn_of_widened(gm: GraphModule, file: WeightsFile) -> None:
 def codes_of(
     weight: CodedWeight, shard: Shard, rank: int, file: WeightsFile | None, how: Quantization
 ) -> Quantized | None:
-    """This rank's part of a weight as codes [N, ...]; None where it has none."""
-    out_dim = weight.out_dim
-    size = weight.parameter.shape[1 - out_dim]
-    ranges = shard.dims[1 - out_dim].cuts[rank] if 1 - out_dim in shard.dims else ((0, size),)
-    outputs = Shard({dim: cut for dim, cut in shard.dims.items() if dim == out_dim})
+    """This rank's part of a weight as codes [N, ...], of all experts one behind the other; None where it has none."""
+    size = weight.parameter.shape[weight.in_dim]
+    ranges = shard.dims[weight.in_dim].cuts[rank] if weight.in_dim in shard.dims else ((0, size),)
+    outputs = Shard({dim: cut for dim, cut in shard.dims.items() if dim == weight.out_dim})
     if sum(stop - start for start, stop in ranges) == 0 or 0 in outputs.local_shape(
         weight.parameter.shape, rank
     ):
@@ -126,8 +125,13 @@ def _of_file(weight: CodedWeight, outputs: Shard, rank: int, file: WeightsFile |
     name = None if file is None else file.checkpoint.find(_names(weight, file))
     if file is None or name is None or not is_fake(weight.parameter):
         return None
-    rows = outputs.dims[weight.out_dim].cuts[rank] if outputs.dims else None
-    return file.checkpoint.read_codes(name, tuple(weight.parameter.shape), weight.is_transposed, rows)
+    shape = tuple(weight.parameter.shape)
+    rows = None
+    if outputs.dims:
+        starts = range(0, weight.num_experts * shape[weight.out_dim], shape[weight.out_dim])
+        cut = outputs.dims[weight.out_dim].cuts[rank]
+        rows = tuple((first + start, first + stop) for first in starts for start, stop in cut)
+    return file.checkpoint.read_codes(name, shape, weight.is_transposed, rows)
 
 
 def _rounded(
@@ -154,7 +158,9 @@ def _plain(weight: CodedWeight, outputs: Shard, rank: int, file: WeightsFile | N
     else:
         plain = torch.empty(outputs.local_shape(parameter.shape, rank))
         file.checkpoint.read_into(plain, file.checkpoint.found(_names(weight, file)), outputs, rank)
-    return plain.t().contiguous() if weight.is_transposed else plain
+    if weight.is_transposed:
+        plain = plain.transpose(-1, -2)
+    return plain.reshape(-1, plain.shape[-1])
 
 
 def _names(weight: CodedWeight, file: WeightsFile) -> list[str]:

@@ -2,6 +2,7 @@
 #include <errno.h>
 #include <string.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "bf16.h"
@@ -82,6 +83,8 @@ constexpr size_t kOwnGroups = 256;
 
 constexpr size_t kGroupScratch = kGroup * sizeof(int16_t) + sizeof(RoundedGroup);
 
+size_t group_bytes(int bits) { return size_t(bits) * kGroup * kOutputs / 8; }
+
 QuantizedRows rows_in(void* memory, size_t groups) {
   auto* const rounded = static_cast<RoundedGroup*>(memory);
   return {reinterpret_cast<uint32_t*>(rounded + groups), rounded};
@@ -100,21 +103,42 @@ void multiply_panels(const QuantizedCall& call, const Kernels& kernels, const Qu
   }
 }
 
-void multiply_few(const QuantizedCall& call, const Kernels& kernels) {
-  for_shares(call.w.num_panels(), [&](size_t begin, size_t end) {
-    if (begin == end) return;
-    alignas(64) char own[kOwnGroups * kGroupScratch];
-    const QuantizedRows x = rows_in(own, call.rows * call.w.groups);
-    for (size_t row = 0; row < call.rows; ++row) kernels.quantize_row(call, x, row);
-    multiply_panels(call, kernels, x, begin, end);
-  });
+// multiply(x, begin, end) on every thread, for its share of 0 ... count - 1; x: all rows, rounded. scratch: unless they
+// are so few that each thread rounds them for itself.
+template <class Body>
+void round_and_share(const QuantizedCall& call, const Kernels& kernels, void* scratch, size_t count,
+                     const Body& multiply) {
+  const size_t groups = call.rows * call.w.groups;
+  if (groups <= kOwnGroups) {
+    for_shares(count, [&](size_t begin, size_t end) {
+      if (begin == end) return;
+      alignas(64) char own[kOwnGroups * kGroupScratch];
+      const QuantizedRows x = rows_in(own, groups);
+      for (size_t row = 0; row < call.rows; ++row) kernels.quantize_row(call, x, row);
+      multiply(x, begin, end);
+    });
+    return;
+  }
+  const QuantizedRows x = rows_in(scratch, groups);
+  for_neighbours(call.rows, [&](size_t row) { kernels.quantize_row(call, x, row); });
+  for_shares(count, [&](size_t begin, size_t end) { multiply(x, begin, end); });
 }
 
-void multiply_many(const QuantizedCall& call, const Kernels& kernels, void* scratch) {
-  const QuantizedRows x = rows_in(scratch, call.rows * call.w.groups);
-  for_neighbours(call.rows, [&](size_t row) { kernels.quantize_row(call, x, row); });
-  for_shares(call.w.num_panels(),
-             [&](size_t begin, size_t end) { multiply_panels(call, kernels, x, begin, end); });
+// Some rows alone, times the panels of one expert of those that lie behind each other.
+QuantizedCall of_expert(const QuantizedCall& call, int bits, size_t element, size_t expert, size_t row,
+                        size_t rows) {
+  QuantizedCall part = call;
+  const size_t panels = expert * call.w.num_panels();
+  part.w.codes += panels * call.w.groups * group_bytes(bits);
+  part.w.scales += panels * call.w.panel_scale_bytes;
+  part.y = static_cast<char*>(call.y) + row * call.w.n * element;
+  part.rows = rows;
+  return part;
+}
+
+QuantizedRows rows_from(const QuantizedRows& x, const QuantizedCall& call, size_t first) {
+  const size_t groups = first * call.w.groups;
+  return {x.values + groups * kSteps * (call.multiply.is_wide ? 2 : 1), x.groups + groups};
 }
 
 // ---- lookups: an output as numbers, bit for bit as the format says ----
@@ -131,8 +155,6 @@ int code_at(const uint8_t* group, int bits, size_t lane, size_t i) {
   const int four = group[step / 2 * kStepBytes + byte] >> (step % 2 * 4) & 0xf;
   return bits == 4 ? four : four | (group[kSteps / 2 * kStepBytes + byte] >> step & 1) << 4;
 }
-
-size_t group_bytes(int bits) { return size_t(bits) * kGroup * kOutputs / 8; }
 
 // Input i of a group of output `lane` of a panel.
 float number_at(const QuantizedWeights& w, int bits, int kind, const uint8_t* codes, const uint8_t* scales,
@@ -180,6 +202,17 @@ QuantizedWeights weights_of(const NdQuantized& q) {
   return {q.codes, q.scales, q.n, q.groups, q.panel_scale_bytes, q.shared};
 }
 
+// All but what a caller adds: bias and y of its own. False: such a layout or dtype is none.
+bool prepare(int isa, int dtype, const void* x, const NdQuantized& q, size_t rows, QuantizedCall* call,
+             const Kernels** kernels) {
+  const QuantizedWeights w = weights_of(q);
+  *kernels = kernels_of(isa, dtype);
+  if (*kernels == nullptr || !is_valid(w, q.bits, q.kind)) return false;
+  const Multiply multiply = (*kernels)->find_multiply(q.bits, q.kind);
+  *call = {w, x, q.order, nullptr, nullptr, rows, q.k, multiply, q.kind == ND_SCALES_I8_HALF};
+  return true;
+}
+
 }  // namespace
 }  // namespace nd
 
@@ -190,17 +223,46 @@ size_t nd_quantized_linear_scratch(size_t rows, size_t groups) {
 int nd_quantized_linear(int isa, int dtype, const void* x, const NdQuantized* q, const void* bias, void* y,
                         void* scratch, size_t rows) {
   using namespace nd;
-  const QuantizedWeights w = weights_of(*q);
-  const Kernels* kernels = kernels_of(isa, dtype);
-  if (kernels == nullptr || !is_valid(w, q->bits, q->kind)) return -EINVAL;
+  QuantizedCall call;
+  const Kernels* kernels;
+  if (!prepare(isa, dtype, x, *q, rows, &call, &kernels)) return -EINVAL;
   if (rows == 0 || q->n == 0) return 0;
-  const Multiply multiply = kernels->find_multiply(q->bits, q->kind);
-  const bool by_halves = q->kind == ND_SCALES_I8_HALF;
-  const QuantizedCall call = {w, x, q->order, bias, y, rows, q->k, multiply, by_halves};
-  if (nd_quantized_linear_scratch(rows, q->groups) == 0)
-    multiply_few(call, *kernels);
-  else
-    multiply_many(call, *kernels, scratch);
+  call.bias = bias;
+  call.y = y;
+  round_and_share(call, *kernels, scratch, call.w.num_panels(),
+                  [&](const QuantizedRows& rounded, size_t begin, size_t end) {
+                    multiply_panels(call, *kernels, rounded, begin, end);
+                  });
+  return 0;
+}
+
+int nd_quantized_experts(int isa, int dtype, const void* x, const NdQuantized* q, const int32_t* ends,
+                         size_t experts, void* y, void* scratch, size_t rows) {
+  using namespace nd;
+  QuantizedCall call;
+  const Kernels* kernels;
+  if (!prepare(isa, dtype, x, *q, rows, &call, &kernels)) return -EINVAL;
+  int32_t last = 0;
+  for (size_t e = 0; e < experts; last = ends[e++])
+    if (ends[e] < last || size_t(ends[e]) > rows) return -ERANGE;
+  if (size_t(last) != rows) return -ERANGE;
+  if (rows == 0 || q->n == 0) return 0;
+  call.y = y;
+  const size_t element = dtype == ND_F32 ? sizeof(float) : sizeof(uint16_t), panels = call.w.num_panels();
+  // A panel of an expert counts as often as it has rows, so that shares take the same time.
+  round_and_share(call, *kernels, scratch, rows * panels,
+                  [&](const QuantizedRows& rounded, size_t begin, size_t end) {
+                    for (size_t e = 0, row = 0; e < experts; row = size_t(ends[e++])) {
+                      const size_t many = size_t(ends[e]) - row;
+                      const auto panel_at = [&](size_t place) {
+                        const size_t first = row * panels;
+                        return place <= first ? 0 : std::min(panels, (place - first + many - 1) / many);
+                      };
+                      if (many == 0 || panel_at(begin) == panel_at(end)) continue;
+                      multiply_panels(of_expert(call, q->bits, element, e, row, many), *kernels,
+                                      rows_from(rounded, call, row), panel_at(begin), panel_at(end));
+                    }
+                  });
   return 0;
 }
 
