@@ -57,6 +57,23 @@ class Quantized:
     shared: int = 0  # log2 of the groups that share a scale
     order: Tensor | None = None
 
+    @property
+    def layout(self) -> str:
+        """For people to read: what a group of 32 inputs has, or one of 16 or 2^shared groups."""
+        if self.kind is Scales.I8_HALF:
+            return f"{self.bits} bits, factor per {GROUP // 2}, scale per {GROUP << self.shared}"
+        scale = "scale and minimum" if self.kind.has_minimum else "scale"
+        if self.factors is None:
+            return f"{self.bits} bits, {scale} per {GROUP}"
+        return f"{self.bits} bits, two factors per {GROUP}, {scale} per {GROUP << self.shared}"
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """In memory, codes and scales."""
+        numbers = 2 if self.kind.has_minimum else 1
+        factors = 0 if self.factors is None else 2
+        return self.bits / 8 + (2 * numbers / (1 << self.shared) + factors) / GROUP
+
     def outputs(self, chosen: Tensor) -> "Quantized":
         """Of these outputs, in this order."""
         factors = None if self.factors is None else self.factors[chosen]

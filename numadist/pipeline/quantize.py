@@ -14,8 +14,8 @@ from numadist.kernels.quantized import GROUP, Packed, Quantized, kernel_name, pa
 from numadist.log import get_logger
 from numadist.lowering.quantized import CodedWeight, coded_weights, use_codes
 from numadist.progress import progress
-from numadist.sharding.placement import Shard
-from numadist.sharding.schema import Schema
+from numadist.sharding.placement import Cut, Shard
+from numadist.sharding.schema import CodedWeights, Schema
 from numadist.weights.fake import is_fake
 from numadist.weights.load import Allocate, WeightsFile
 from numadist.weights.slices import local_slice
@@ -59,15 +59,29 @@ def quantize_parameters(
             if codes is None:
                 continue
             use_codes(gm, weight, _moved(pack(codes, weight.num_experts), allocate), number)
-            found[f"{codes.bits} bits, scales {codes.kind.name}"] += 1
+            found[codes.layout] += 1
     if found:
         gm.graph.eliminate_dead_code()
         drop_unused_parameters(gm)
         gm.recompile()
-        kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(found.items()))
-        log.info("weights that stay codes: %s; %s", kinds, kernel_name())
+        kinds = "; ".join(f"{count} of {kind}" for kind, count in sorted(found.items()))
+        log.info("weights that stay codes: %s (%s)", kinds, kernel_name())
     if rank == 0 and file is not None and how == "auto":
         _warn_of_widened(gm, file)
+
+
+def planned_codes(gm: GraphModule, file: WeightsFile | None, how: Quantization) -> dict[str, CodedWeights]:
+    """What parameters of a captured graph become, by all their names; of a file one output each is read."""
+    found: dict[str, CodedWeights] = {}
+    for weight in coded_weights(gm):
+        codes = None
+        if how == "auto":
+            codes = _read(weight, file, ((0, 1),))
+        elif weight.parameter.shape[weight.in_dim] >= GROUP:
+            codes = quantize(torch.ones(1, GROUP), _BITS[how])
+        if codes is not None:
+            found |= dict.fromkeys(weight.names, CodedWeights(codes.layout, codes.bytes_per_weight))
+    return found
 
 
 def _moved(packed: Packed, allocate: Allocate) -> Packed:
@@ -122,16 +136,21 @@ def codes_of(
 
 
 def _of_file(weight: CodedWeight, outputs: Shard, rank: int, file: WeightsFile | None) -> Quantized | None:
-    name = None if file is None else file.checkpoint.find(_names(weight, file))
-    if file is None or name is None or not is_fake(weight.parameter):
-        return None
-    shape = tuple(weight.parameter.shape)
+    shape = weight.parameter.shape
     rows = None
     if outputs.dims:
         starts = range(0, weight.num_experts * shape[weight.out_dim], shape[weight.out_dim])
         cut = outputs.dims[weight.out_dim].cuts[rank]
         rows = tuple((first + start, first + stop) for first in starts for start, stop in cut)
-    return file.checkpoint.read_codes(name, shape, weight.is_transposed, rows)
+    return _read(weight, file, rows)
+
+
+def _read(weight: CodedWeight, file: WeightsFile | None, rows: Cut | None) -> Quantized | None:
+    """Some outputs as the file's codes; None where they come from elsewhere, or the file has numbers."""
+    name = None if file is None else file.checkpoint.find(_names(weight, file))
+    if file is None or name is None or not is_fake(weight.parameter):
+        return None
+    return file.checkpoint.read_codes(name, tuple(weight.parameter.shape), weight.is_transposed, rows)
 
 
 def _rounded(
