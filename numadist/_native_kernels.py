@@ -84,6 +84,17 @@ lib.nd_quantized_linear.argtypes = [
     *[c_void_p] * 3,
     c_size_t,
 ]
+# isa, dtype, x, weights, ends, experts, y, scratch, rows
+lib.nd_quantized_experts.argtypes = [
+    c_int,
+    c_int,
+    c_void_p,
+    POINTER(QuantizedWeights),
+    c_void_p,
+    c_size_t,
+    *[c_void_p] * 2,
+    c_size_t,
+]
 # dtype, weights, outputs, count, out
 lib.nd_quantized_lookup.argtypes = [c_int, POINTER(QuantizedWeights), c_void_p, c_size_t, c_void_p]
 

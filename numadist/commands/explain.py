@@ -35,6 +35,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="show what sequence_parallel=True makes of it"
     )
+    parser.add_argument(
+        "--quantization",
+        choices=["int8", "int4"],
+        help="show the bytes and costs of weights rounded to codes",
+    )
     options = parser.parse_args(argv)
     profile = None
     if options.auto is not None:
@@ -50,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
         blocks=auto,
         profile=profile,
         sequence_parallel=options.sequence_parallel,
+        quantization=options.quantization,
     )
     print(text)
     print(f"compile=True on this machine: {half.kernel_name(dtype)}")

@@ -374,6 +374,10 @@ typedef struct NdQuantized {
 ND_API size_t nd_quantized_linear_scratch(size_t rows, size_t groups);
 ND_API int nd_quantized_linear(int isa, int dtype, const void* x, const NdQuantized* weights,
                                const void* bias, void* y, void* scratch, size_t rows);
+/* The same of a mixture: weights of `experts` that lie behind each other, n outputs each; rows up to ends[0] are for the
+ * first, those up to ends[1] for the second and so on. -ERANGE: ends that go down, or not up to rows. */
+ND_API int nd_quantized_experts(int isa, int dtype, const void* x, const NdQuantized* weights,
+                                const int32_t* ends, size_t experts, void* y, void* scratch, size_t rows);
 /* Outputs by their numbers, as rows of a table: out [count][k] of `dtype`. -ERANGE for a number that is none. */
 ND_API int nd_quantized_lookup(int dtype, const NdQuantized* weights, const int64_t* outputs, size_t count,
                                void* out);

@@ -57,6 +57,23 @@ class Quantized:
     shared: int = 0  # log2 of the groups that share a scale
     order: Tensor | None = None
 
+    @property
+    def layout(self) -> str:
+        """For people to read: what a group of 32 inputs has, or one of 16 or 2^shared groups."""
+        if self.kind is Scales.I8_HALF:
+            return f"{self.bits} bits, factor per {GROUP // 2}, scale per {GROUP << self.shared}"
+        scale = "scale and minimum" if self.kind.has_minimum else "scale"
+        if self.factors is None:
+            return f"{self.bits} bits, {scale} per {GROUP}"
+        return f"{self.bits} bits, two factors per {GROUP}, {scale} per {GROUP << self.shared}"
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """In memory, codes and scales."""
+        numbers = 2 if self.kind.has_minimum else 1
+        factors = 0 if self.factors is None else 2
+        return self.bits / 8 + (2 * numbers / (1 << self.shared) + factors) / GROUP
+
     def outputs(self, chosen: Tensor) -> "Quantized":
         """Of these outputs, in this order."""
         factors = None if self.factors is None else self.factors[chosen]
@@ -137,14 +154,14 @@ class Packed:
     shared: int
 
 
-def pack(q: Quantized) -> Packed:
-    """The layout that csrc/nd_core.h tells."""
-    num_out, num_groups, _ = q.codes.shape
-    panels = -(-num_out // _OUTPUTS)
+def pack(q: Quantized, num_experts: int = 1) -> Packed:
+    """The layout that csrc/nd_core.h tells. num_experts: that q has the outputs of, one behind the other."""
+    num_out, num_groups = len(q.codes) // num_experts, q.codes.shape[1]
+    panels = num_experts * -(-num_out // _OUTPUTS)
 
     def in_panels(t: Tensor) -> Tensor:
-        padded = t.new_zeros(panels * _OUTPUTS, *t.shape[1:])
-        padded[:num_out] = t
+        padded = t.new_zeros(num_experts, panels // num_experts * _OUTPUTS, *t.shape[1:])
+        padded[:, :num_out] = t.view(num_experts, num_out, *t.shape[1:])
         return padded.view(panels, _OUTPUTS, *t.shape[1:])
 
     steps = in_panels(q.codes).view(panels, _OUTPUTS, num_groups, _STEPS, _STEP_INPUTS)
@@ -215,6 +232,7 @@ _LIBRARY = torch.library.Library("numadist", "FRAGMENT")
 _WEIGHTS = "Tensor codes, Tensor scales, Tensor? order"
 _LAYOUT = "int out_features, int in_features, int kind, int shared"
 _LIBRARY.define(f"quantized_linear(Tensor x, {_WEIGHTS}, Tensor? bias, {_LAYOUT}) -> Tensor")
+_LIBRARY.define(f"quantized_experts(Tensor x, Tensor ends, {_WEIGHTS}, {_LAYOUT}) -> Tensor")
 _LIBRARY.define(f"quantized_embedding(Tensor ids, {_WEIGHTS}, {_LAYOUT}, ScalarType dtype) -> Tensor")
 
 
@@ -272,6 +290,42 @@ def quantized_linear(
     return y
 
 
+@torch.library.impl(_LIBRARY, "quantized_experts", "CPU")
+def quantized_experts(
+    x: Tensor,
+    ends: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    order: Tensor | None,
+    out_features: int,
+    in_features: int,
+    kind: int,
+    shared: int,
+    isa: int = 0,
+) -> Tensor:
+    """Rows times the weights of the expert of each, [M, K] -> [M, N]; ends: int32, the row behind those of an expert.
+
+    Raises: NativeError for a dtype other than float32, bfloat16 and float16, or ends that are not of these rows.
+    """
+    x, ends = contiguous(x), contiguous(ends.int())
+    y = kept(x.new_empty((len(x), out_features)))
+    scratch = kept(x.new_empty(lib.nd_quantized_linear_scratch(len(x), codes.shape[1]), dtype=torch.uint8))
+    call(
+        lib.nd_quantized_experts,
+        isa,
+        int(_CODES.get(x.dtype, -1)),
+        x.data_ptr(),
+        _described(codes, scales, order, (out_features, in_features, kind, shared)),
+        ends.data_ptr(),
+        len(ends),
+        y.data_ptr(),
+        scratch.data_ptr(),
+        len(x),
+        what=lambda: f"{len(ends)} quantized experts of {list(x.shape)} {x.dtype}",
+    )
+    return y
+
+
 @torch.library.impl(_LIBRARY, "quantized_embedding", "CPU")
 def quantized_embedding(
     ids: Tensor,
@@ -307,6 +361,13 @@ def _quantized_linear_fake(
     x: Tensor, codes: Tensor, scales: Tensor, order: Tensor | None, bias: Tensor | None, *layout: int
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], layout[0]))
+
+
+@torch.library.register_fake("numadist::quantized_experts", lib=_LIBRARY)
+def _quantized_experts_fake(
+    x: Tensor, ends: Tensor, codes: Tensor, scales: Tensor, order: Tensor | None, *layout: int
+) -> Tensor:
+    return x.new_empty((x.shape[0], layout[0]))
 
 
 @torch.library.register_fake("numadist::quantized_embedding", lib=_LIBRARY)

@@ -12,7 +12,10 @@ from numadist.graph.query import aten, linear_operands
 from numadist.kernels.quantized import Packed
 
 _TRANSPOSES = (aten.t.default, aten.numpy_T.default)
+# By name, as transformers may be absent.
+_GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 _LINEAR = torch.ops.numadist.quantized_linear.default
+_EXPERTS = torch.ops.numadist.quantized_experts.default
 _EMBEDDING = torch.ops.numadist.quantized_embedding.default
 
 
@@ -20,7 +23,8 @@ _EMBEDDING = torch.ops.numadist.quantized_embedding.default
 class CodedWeight:
     """A parameter that only linear layers and embeddings read. names: of the tied ones, as the graph has them.
 
-    is_transposed: the parameter is [K, N], not [N, K]. users: (layer or lookup, its rows or tokens, its bias).
+    is_transposed: the parameter is [K, N], not [N, K]; of a mixture it has the experts before. users: (layer or lookup,
+    its rows or tokens, its bias).
     """
 
     names: list[str]
@@ -31,7 +35,15 @@ class CodedWeight:
     @property
     def out_dim(self) -> int:
         """Of the parameter: the outputs of a layer, the rows of a table."""
-        return 1 if self.is_transposed else 0
+        return self.parameter.dim() - (1 if self.is_transposed else 2)
+
+    @property
+    def in_dim(self) -> int:
+        return self.parameter.dim() - (2 if self.is_transposed else 1)
+
+    @property
+    def num_experts(self) -> int:
+        return self.parameter.shape[0] if self.parameter.dim() == 3 else 1
 
 
 def coded_weights(gm: GraphModule) -> list[CodedWeight]:
@@ -46,21 +58,24 @@ def coded_weights(gm: GraphModule) -> list[CodedWeight]:
             nodes_of.setdefault(str(node.target), []).append(node)
     found = []
     for names in names_of.values():
-        users = _users([node for name in names for node in nodes_of.get(name, [])])
-        layouts = {transposed for _, _, _, transposed in users}
         parameter = parameters[names[0]]
-        if len(layouts) == 1 and parameter.dim() == 2 and parameter.is_floating_point():
+        users = _users([node for name in names for node in nodes_of.get(name, [])], parameter.dim())
+        layouts = {transposed for _, _, _, transposed in users}
+        if len(layouts) == 1 and parameter.is_floating_point():
             found.append(CodedWeight(names, parameter, layouts.pop(), [user[:3] for user in users]))
     return found
 
 
-def _users(nodes: list[Node]) -> list[tuple[Node, Node, Any, bool]]:
-    """(user, its rows or tokens, its bias, whether the weight is transposed); empty where one is something else."""
+def _users(nodes: list[Node], num_dims: int) -> list[tuple[Node, Node, Any, bool]]:
+    """(user, its rows or tokens, its bias, whether the weight is transposed); empty where one is something else.
+
+    num_dims: of the weight, 2, or 3 of a mixture.
+    """
     found: list[tuple[Node, Node, Any, bool]] = []
     todo = [(node, user, False) for node in nodes for user in node.users]
     while todo:
         weight, user, turned = todo.pop(0)
-        if user.target in _TRANSPOSES:
+        if user.target in _TRANSPOSES or _turns_experts(user):
             todo += [(user, later, not turned) for later in user.users]
             continue
         if user.target is aten.embedding.default and user.args[0] is weight and not turned:
@@ -69,8 +84,23 @@ def _users(nodes: list[Node]) -> list[tuple[Node, Node, Any, bool]]:
         operands = linear_operands(user)
         if operands is None or operands[1] is not weight or operands[0] is weight:
             return []
+        if num_dims != (2 if _ends(user) is None else 3):
+            return []
         rows, _, bias, k_dim = operands
         found.append((user, rows, bias, turned != (k_dim == -2)))
+    return found
+
+
+def _turns_experts(node: Node) -> bool:
+    """Whether it exchanges the last two of three dims."""
+    return node.target is aten.transpose.int and {int(str(dim)) % 3 for dim in node.args[1:]} == {1, 2}
+
+
+def _ends(node: Node) -> Node | None:
+    """Where the rows of each expert end; None for a layer of one weight for all rows."""
+    if str(node.target) not in _GROUPED or query.argument(node, 3, "bias") is not None:
+        return None
+    found: Node | None = query.argument(node, 2, "offs")
     return found
 
 
@@ -92,11 +122,13 @@ def use_codes(gm: GraphModule, weight: CodedWeight, packed: Packed, number: int)
                 None if tensor is None else gm.graph.get_attr(f"packed_{name}_{number}")
                 for name, tensor in kept.items()
             ]
-            new = (
-                gm.graph.call_function(_EMBEDDING, (rows, *tensors, *layout, weight.parameter.dtype))
-                if user.target is aten.embedding.default
-                else gm.graph.call_function(_LINEAR, (rows, *tensors, bias, *layout))
-            )
+            if user.target is aten.embedding.default:
+                args = _EMBEDDING, (rows, *tensors, *layout, weight.parameter.dtype)
+            elif (ends := _ends(user)) is not None:
+                args = _EXPERTS, (rows, ends, *tensors, *layout)
+            else:
+                args = _LINEAR, (rows, *tensors, bias, *layout)
+            new = gm.graph.call_function(*args)
         new.meta = dict(user.meta)
         user.replace_all_uses_with(new)
         gm.graph.erase_node(user)
@@ -104,4 +136,4 @@ def use_codes(gm: GraphModule, weight: CodedWeight, packed: Packed, number: int)
 
 def reads_codes(node: Node) -> bool:
     """Whether the node is a layer or a lookup on codes."""
-    return node.target in (_LINEAR, _EMBEDDING)
+    return node.target in (_LINEAR, _EXPERTS, _EMBEDDING)

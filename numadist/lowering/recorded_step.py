@@ -34,6 +34,7 @@ _OPERATORS = (
     "skinny_linear",
     "half_linear",
     "quantized_linear",
+    "quantized_experts",
     "quantized_embedding",
     "attention",
     "all_reduce_",

@@ -2,7 +2,9 @@
 
 import math
 import operator
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -10,7 +12,8 @@ from torch.fx import GraphModule, Node
 
 from numadist.costmodel.profile import MachineProfile
 from numadist.graph import query
-from numadist.pipeline.plan import default_ranks, plan_captured
+from numadist.pipeline.plan import codes_for, default_ranks, plan_captured
+from numadist.pipeline.quantize import Quantization
 from numadist.pipeline.stages import capture
 from numadist.sharding.apply import check_fits
 from numadist.sharding.placement import Shard, cut_size
@@ -30,6 +33,8 @@ def explain(
     profile: MachineProfile | None = None,
     sequence_parallel: bool = False,
     dynamic_shapes: Any = None,
+    weights: str | Path | None = None,
+    quantization: Quantization | None = None,
 ) -> str:
     """How a model is sharded: blocks, code with placements, bytes, all-reduces, and what was rejected.
 
@@ -43,7 +48,9 @@ def explain(
         return explain_schema(what) if what.graph is None else explain_graph(what.graph, what)
     captured = capture(what, example_inputs, dynamic_shapes)
     if schema is None:
-        schema = plan_captured(captured, num_ranks or default_ranks(profile), ranks, blocks, profile, [])
+        codes = codes_for(captured, what, weights, quantization)
+        num_ranks = num_ranks or default_ranks(profile)
+        schema = plan_captured(captured, num_ranks, ranks, blocks, profile, [], codes)
         if sequence_parallel:
             schema = replace(schema, sequence=plan_sequence(captured.gm, schema))
     check_fits(captured.gm, schema)
@@ -52,9 +59,10 @@ def explain(
 
 def explain_schema(schema: Schema) -> str:
     """What a schema says without its graph."""
-    lines = [f"{schema.num_ranks} ranks; {len(schema.blocks)} blocks sharded", *_cost_lines(schema), ""]
+    lines = [f"{schema.num_ranks} ranks; {len(schema.blocks)} blocks sharded"]
+    lines += [*_codes_lines(schema), *_cost_lines(schema), ""]
     for block in schema.blocks:
-        lines += [f"{block.module}: {block.kind}", *_parameter_lines(block)]
+        lines += [f"{block.module}: {block.kind}", *_parameter_lines(block, schema)]
     if schema.left_alone:
         lines += ["", "replicated on every rank:", *_entry_lines(schema.left_alone)]
     return "\n".join(lines)
@@ -68,12 +76,12 @@ def explain_graph(gm: GraphModule, schema: Schema) -> str:
     lines = [*_summary(gm, schema), *_collective_lines(schema, points, region), *_cost_lines(schema), ""]
     described: dict[tuple[Any, ...], str] = {}
     for block in schema.blocks:
-        shape = _signature(block, nodes, points, region)
+        shape = _signature(block, schema, nodes, points, region)
         if shape in described:
             lines.append(f"{block.module}: {block.kind}, as {described[shape]}")
             continue
         described[shape] = block.module
-        lines += _block_lines(block, nodes, points, region)
+        lines += _block_lines(block, schema, nodes, points, region)
     lines += _region_lines(points, region)
     if schema.sequence is not None and schema.sequence.all_reduced:
         lines += ["", "all tokens on every rank:"]
@@ -85,19 +93,24 @@ def explain_graph(gm: GraphModule, schema: Schema) -> str:
 
 
 def param_bytes(gm: GraphModule, schema: Schema, rank: int) -> int:
-    """Bytes of parameters `rank` holds; tied names and unused parameters are not counted."""
+    """Bytes of parameters `rank` holds, of codes where the schema is for such.
+
+    Tied names and unused parameters are not counted.
+    """
     shards = schema.param_shards()
     used = {str(n.target) for n in gm.graph.nodes if n.op == "get_attr" and n.users}
     seen: dict[int, int] = {}
     for name, param in gm.named_parameters(remove_duplicate=False):
         if name in used:
             local = shards.get(name, Shard({})).local_shape(param.shape, rank)
-            seen[id(param)] = torch.Size(local).numel() * param.element_size()
+            codes = schema.codes.get(name)
+            width = param.element_size() if codes is None else codes.bytes_per_weight
+            seen[id(param)] = round(torch.Size(local).numel() * width)
     return sum(seen.values())
 
 
 def _summary(gm: GraphModule, schema: Schema) -> list[str]:
-    whole = param_bytes(gm, Schema(1, ""), 0)
+    whole = param_bytes(gm, Schema(1, "", codes=schema.codes), 0)
     kinds: dict[str, int] = {}
     for block in schema.blocks:
         kinds[block.kind] = kinds.get(block.kind, 0) + 1
@@ -107,7 +120,16 @@ def _summary(gm: GraphModule, schema: Schema) -> list[str]:
     return [
         f"{schema.num_ranks} ranks; sharded blocks: {counts}; whole model {whole / 1e6:.1f} MB",
         f"weights per rank: {shares}",
+        *_codes_lines(schema),
     ]
+
+
+def _codes_lines(schema: Schema) -> list[str]:
+    """What weights are kept as, if it is no plain numbers."""
+    kinds = Counter(codes.layout for codes in schema.codes.values())
+    return [f"weights that are codes: {'; '.join(f'{n} x {kind}' for kind, n in kinds.items())}"] * bool(
+        kinds
+    )
 
 
 def _collective_lines(schema: Schema, points: list[Node], region: Region) -> list[str]:
@@ -181,16 +203,21 @@ def _bytes_text(node: Node) -> str:
     return f"{tuple(val.shape)} {str(val.dtype).removeprefix('torch.')}"
 
 
-def _signature(block: Block, nodes: dict[str, Node], points: list[Node], region: Region) -> tuple[Any, ...]:
+def _signature(
+    block: Block, schema: Schema, nodes: dict[str, Node], points: list[Node], region: Region
+) -> tuple[Any, ...]:
     """Equal for blocks that look alike: layer after layer of one model."""
     values = [(str(nodes[name.partition(".")[0]].target), repr(s)) for name, s in block.values.items()]
     scattered = any(point in region for point in _reductions(block, nodes, points))
-    return (block.kind, tuple(sorted(values)), tuple(repr(s) for s in block.params.values()), scattered)
+    params = tuple((repr(s), repr(schema.codes.get(name))) for name, s in block.params.items())
+    return (block.kind, tuple(sorted(values)), params, scattered)
 
 
-def _block_lines(block: Block, nodes: dict[str, Node], points: list[Node], region: Region) -> list[str]:
+def _block_lines(
+    block: Block, schema: Schema, nodes: dict[str, Node], points: list[Node], region: Region
+) -> list[str]:
     unit = f", cut on multiples of {block.units[-1]}" if block.units else ""
-    lines = [f"{block.module}: {block.kind}{unit}", *_parameter_lines(block)]
+    lines = [f"{block.module}: {block.kind}{unit}", *_parameter_lines(block, schema)]
     inside = {name.partition(".")[0] for name in block.values} | {block.sink, *block.slices}
     inside |= {*block.lookups, *block.heads}
     for node in nodes.values():
@@ -202,8 +229,11 @@ def _block_lines(block: Block, nodes: dict[str, Node], points: list[Node], regio
     return lines
 
 
-def _parameter_lines(block: Block) -> list[str]:
-    lines = [f"  {name}: {_shard_text(shard)}" for name, shard in block.params.items()]
+def _parameter_lines(block: Block, schema: Schema) -> list[str]:
+    lines = []
+    for name, shard in block.params.items():
+        kept = f"; {schema.codes[name].layout}" if name in schema.codes else ""
+        lines.append(f"  {name}: {_shard_text(shard)}{kept}")
     return lines + [f"  {name}: kept by rank 0, zero elsewhere" for name in block.partial_params]
 
 

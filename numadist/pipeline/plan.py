@@ -1,6 +1,7 @@
 """`numadist.plan`: the decisions for a model, before any weight is copied."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,12 +14,14 @@ from numadist.errors import NumadistError, ShardError
 from numadist.graph.capture import CapturedModel
 from numadist.graph.query import set_tensor
 from numadist.pipeline.active_ranks import Member, check_count, members, possible_counts
-from numadist.pipeline.stages import capture
+from numadist.pipeline.quantize import Quantization, check_quantization, planned_codes
+from numadist.pipeline.stages import capture, checkpoint_of
 from numadist.sharding.auto import choose_schema, divisors
 from numadist.sharding.build_schema import build_schema
 from numadist.sharding.reasons import warn_all_reduced, warn_left_alone
-from numadist.sharding.schema import Schema
+from numadist.sharding.schema import CodedWeights, Schema
 from numadist.sharding.sequence import plan_sequence
+from numadist.weights.load import WeightsFile
 
 
 def plan(
@@ -31,6 +34,8 @@ def plan(
     profile: MachineProfile | None = None,
     sequence_parallel: bool = False,
     dynamic_shapes: Any = None,
+    weights: str | Path | None = None,
+    quantization: Quantization | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Schema:
     """Decide how `model` is split, for `numadist.shard(..., schema=)`, `numadist.explain` or a file.
@@ -45,6 +50,7 @@ def plan(
     profile: of the machine, for "auto"; default what `numadist profile` has kept.
     sequence_parallel: between blocks each rank computes its own tokens; sums are reduce-scattered, and gathered again
         where a block needs all tokens (docs/sharding.md). For inference; costs do not know of it.
+    weights, quantization: as numadist.shard will get them; costs and bytes are then those of codes.
     No weight is copied, and the schema keeps none.
     Raises: ShardError if the model cannot be captured, or so many ranks cannot be used.
     """
@@ -52,20 +58,42 @@ def plan(
         if isinstance(value, str) and value != "auto":
             raise ShardError(f'{name}={value!r}: expected "auto"{" or a number" if name == "ranks" else ""}')
     captured = capture(model, example_inputs, dynamic_shapes)
+    codes = codes_for(captured, model, weights, quantization)
     pg = group if group is not None or not dist.is_initialized() else dist.group.WORLD
     if num_ranks is not None or pg is None:
-        schema = plan_captured(captured, num_ranks or default_ranks(profile), ranks, blocks, profile, [])
+        schema = plan_captured(
+            captured, num_ranks or default_ranks(profile), ranks, blocks, profile, [], codes
+        )
     else:
         everybody = members(pg) if ranks is not None or blocks is not None else []
         if "auto" in (ranks, blocks):
             profile = shared_profile(profile, everybody, pg)
-        schema = plan_captured(captured, dist.get_world_size(pg), ranks, blocks, profile, everybody)
+        schema = plan_captured(captured, dist.get_world_size(pg), ranks, blocks, profile, everybody, codes)
     if sequence_parallel:
         schema = replace(schema, sequence=plan_sequence(captured.gm, schema))
     if pg is None or dist.get_rank(pg) == 0:
         warn_left_alone(schema)
         warn_all_reduced(schema)
     return replace(schema, graph=_without_weights(captured.gm))
+
+
+def codes_for(
+    captured: CapturedModel,
+    model: torch.nn.Module,
+    weights: str | Path | None,
+    quantization: Quantization | None,
+) -> dict[str, CodedWeights]:
+    """What parameters become that are not kept as plain numbers. Raises: ShardError for a file that does not fit."""
+    check_quantization(quantization)
+    if quantization is None:
+        return {}
+    checkpoint = checkpoint_of(weights, model)
+    file = (
+        None
+        if checkpoint is None
+        else WeightsFile(checkpoint, captured.tied_names, captured.persistent_buffers)
+    )
+    return planned_codes(captured.gm, file, quantization)
 
 
 def default_ranks(profile: MachineProfile | None) -> int:
@@ -80,13 +108,14 @@ def plan_captured(
     blocks: str | None,
     profile: MachineProfile | None,
     everybody: list[Member],
+    codes: dict[str, CodedWeights],
 ) -> Schema:
-    """The same for a captured model. everybody: the ranks of a job, if it is planned for one."""
+    """The same for a captured model. everybody: the ranks of a job, if it is planned for one. codes: of codes_for."""
     counts = _counts(captured, num_ranks, ranks, everybody)
     if ranks == "auto" or blocks == "auto":
-        schema = choose_schema(captured, counts, profile or kept_profile(), blocks == "auto")
+        schema = choose_schema(captured, counts, profile or kept_profile(), blocks == "auto", codes)
     else:
-        schema = build_schema(captured, counts[0])
+        schema = replace(build_schema(captured, counts[0]), codes=codes)
     return replace(schema, group_size=num_ranks)
 
 

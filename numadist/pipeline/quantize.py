@@ -14,8 +14,8 @@ from numadist.kernels.quantized import GROUP, Packed, Quantized, kernel_name, pa
 from numadist.log import get_logger
 from numadist.lowering.quantized import CodedWeight, coded_weights, use_codes
 from numadist.progress import progress
-from numadist.sharding.placement import Shard
-from numadist.sharding.schema import Schema
+from numadist.sharding.placement import Cut, Shard
+from numadist.sharding.schema import CodedWeights, Schema
 from numadist.weights.fake import is_fake
 from numadist.weights.load import Allocate, WeightsFile
 from numadist.weights.slices import local_slice
@@ -53,7 +53,7 @@ def quantize_parameters(
     shards = schema.param_shards()
     found: Counter[str] = Counter()
     weights = coded_weights(gm)
-    bits = {} if how == "auto" else _bits_of(gm, weights, _BITS[how])
+    bits = _bits_of(gm, weights, how)
     with progress("loading codes", sum(w.parameter.numel() for w in weights) / 1e6, "million") as advance:
         for number, weight in enumerate(weights):
             shard = next((shards[n] for n in weight.names if n in shards), Shard({}))
@@ -61,25 +61,43 @@ def quantize_parameters(
             advance(weight.parameter.numel() / 1e6)
             if codes is None:
                 continue
-            use_codes(gm, weight, _moved(pack(codes), allocate), number)
-            found[f"{codes.bits} bits, scales {codes.kind.name}"] += 1
+            use_codes(gm, weight, _moved(pack(codes, weight.num_experts), allocate), number)
+            found[codes.layout] += 1
     if found:
         gm.graph.eliminate_dead_code()
         drop_unused_parameters(gm)
         gm.recompile()
-        kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(found.items()))
-        log.info("weights that stay codes: %s; %s", kinds, kernel_name())
+        kinds = "; ".join(f"{count} of {kind}" for kind, count in sorted(found.items()))
+        log.info("weights that stay codes: %s (%s)", kinds, kernel_name())
     if rank == 0 and file is not None and how == "auto":
         _warn_of_widened(gm, file)
 
 
-def _bits_of(gm: GraphModule, weights: list[CodedWeight], bits: int) -> dict[int, int]:
-    """Of each weight. Tables and the head, the last layer, get 8 at least: at 4 they cost more than all else."""
+def _bits_of(gm: GraphModule, weights: list[CodedWeight], how: Quantization) -> dict[int, int]:
+    """Of each weight that is rounded. Tables and the head, the last layer, get 8: at 4 they cost more than all else."""
+    if how == "auto":
+        return {}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     users = [[user for user, _, _ in weight.users] for weight in weights]
     last = max((user for some in users for user in some), key=order.__getitem__, default=None)
     sensitive = [any(u is last or u.target is aten.embedding.default for u in some) for some in users]
-    return {i: max(bits, 8) if is_sensitive else bits for i, is_sensitive in enumerate(sensitive)}
+    return {i: 8 if is_sensitive else _BITS[how] for i, is_sensitive in enumerate(sensitive)}
+
+
+def planned_codes(gm: GraphModule, file: WeightsFile | None, how: Quantization) -> dict[str, CodedWeights]:
+    """What parameters of a captured graph become, by all their names; of a file one output each is read."""
+    found: dict[str, CodedWeights] = {}
+    weights = coded_weights(gm)
+    bits = _bits_of(gm, weights, how)
+    for number, weight in enumerate(weights):
+        codes = None
+        if how == "auto":
+            codes = _read(weight, file, ((0, 1),))
+        elif weight.parameter.shape[weight.in_dim] >= GROUP:
+            codes = quantize(torch.ones(1, GROUP), bits[number])
+        if codes is not None:
+            found |= dict.fromkeys(weight.names, CodedWeights(codes.layout, codes.bytes_per_weight))
+    return found
 
 
 def _moved(packed: Packed, allocate: Allocate) -> Packed:
@@ -114,11 +132,13 @@ def _warn_of_widened(gm: GraphModule, file: WeightsFile) -> None:
 def codes_of(
     weight: CodedWeight, shard: Shard, rank: int, file: WeightsFile | None, bits: int | None
 ) -> Quantized | None:
-    """This rank's part of a weight as codes [N, ...] of so many bits, or as in the file; None where it has none."""
-    out_dim = weight.out_dim
-    size = weight.parameter.shape[1 - out_dim]
-    ranges = shard.dims[1 - out_dim].cuts[rank] if 1 - out_dim in shard.dims else ((0, size),)
-    outputs = Shard({dim: cut for dim, cut in shard.dims.items() if dim == out_dim})
+    """This rank's part of a weight as codes [N, ...] of so many bits, or as in the file; None where it has none.
+
+    Of a stack of experts all, one behind the other.
+    """
+    size = weight.parameter.shape[weight.in_dim]
+    ranges = shard.dims[weight.in_dim].cuts[rank] if weight.in_dim in shard.dims else ((0, size),)
+    outputs = Shard({dim: cut for dim, cut in shard.dims.items() if dim == weight.out_dim})
     if sum(stop - start for start, stop in ranges) == 0 or 0 in outputs.local_shape(
         weight.parameter.shape, rank
     ):
@@ -135,10 +155,20 @@ def codes_of(
 
 
 def _of_file(weight: CodedWeight, outputs: Shard, rank: int, file: WeightsFile | None) -> Quantized | None:
+    shape = weight.parameter.shape
+    rows = None
+    if outputs.dims:
+        starts = range(0, weight.num_experts * shape[weight.out_dim], shape[weight.out_dim])
+        cut = outputs.dims[weight.out_dim].cuts[rank]
+        rows = tuple((first + start, first + stop) for first in starts for start, stop in cut)
+    return _read(weight, file, rows)
+
+
+def _read(weight: CodedWeight, file: WeightsFile | None, rows: Cut | None) -> Quantized | None:
+    """Some outputs as the file's codes; None where they come from elsewhere, or the file has numbers."""
     name = None if file is None else file.checkpoint.find(_names(weight, file))
     if file is None or name is None or not is_fake(weight.parameter):
         return None
-    rows = outputs.dims[weight.out_dim].cuts[rank] if outputs.dims else None
     return file.checkpoint.read_codes(name, tuple(weight.parameter.shape), weight.is_transposed, rows)
 
 
@@ -166,7 +196,9 @@ def _plain(weight: CodedWeight, outputs: Shard, rank: int, file: WeightsFile | N
     else:
         plain = torch.empty(outputs.local_shape(parameter.shape, rank))
         file.checkpoint.read_into(plain, file.checkpoint.found(_names(weight, file)), outputs, rank)
-    return plain.t().contiguous() if weight.is_transposed else plain
+    if weight.is_transposed:
+        plain = plain.transpose(-1, -2)
+    return plain.reshape(-1, plain.shape[-1])
 
 
 def _names(weight: CodedWeight, file: WeightsFile) -> list[str]:

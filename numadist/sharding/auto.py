@@ -8,7 +8,7 @@ from numadist.costmodel.software import NUMADIST
 from numadist.graph.capture import CapturedModel
 from numadist.sharding.build_schema import build_schema
 from numadist.sharding.count_work import work_of
-from numadist.sharding.schema import BlockCost, Candidate, Costs, LeftAlone, Schema
+from numadist.sharding.schema import BlockCost, Candidate, CodedWeights, Costs, LeftAlone, Schema
 
 # Predictions are not that exact: another plan than the one asked for must promise so much more.
 MARGIN = 1.03
@@ -40,14 +40,21 @@ def divisors(num_ranks: int) -> list[int]:
 
 
 def choose_schema(
-    captured: CapturedModel, counts: list[int], profile: MachineProfile, choose_blocks: bool
+    captured: CapturedModel,
+    counts: list[int],
+    profile: MachineProfile,
+    choose_blocks: bool,
+    codes: dict[str, CodedWeights] | None = None,
 ) -> Schema:
     """The cheapest of the candidates.
 
     counts: numbers of ranks to consider, the preferred one first. 1: one rank with the cores of all ranks.
-    choose_blocks: leave blocks whole that do not pay.
+    choose_blocks: leave blocks whole that do not pay. codes: what parameters become that are no plain numbers.
     """
-    options = [option for count in counts for option in _options(captured, count, profile, choose_blocks)]
+    options = []
+    for count in counts:
+        schema = replace(build_schema(captured, count), codes=codes or {})
+        options += _options(captured, schema, profile, choose_blocks)
     best, *others = [option for option in options if not option.left_out]
     for option in others:
         if option.seconds * MARGIN < best.seconds:
@@ -57,13 +64,12 @@ def choose_schema(
 
 
 def _options(
-    captured: CapturedModel, count: int, profile: MachineProfile, choose_blocks: bool
+    captured: CapturedModel, schema: Schema, profile: MachineProfile, choose_blocks: bool
 ) -> list[_Option]:
-    """Of so many ranks: every block sharded and, if some do not pay and may be chosen, those left whole."""
-    schema = build_schema(captured, count)
+    """Every block of the schema sharded and, if some do not pay and may be chosen, those left whole."""
     work = work_of(captured.gm, schema)
     seconds = sharded_s(work, profile, NUMADIST)
-    if count == 1:
+    if schema.num_ranks == 1:
         return [_Option(schema, seconds, [])]
     costs = [
         BlockCost(b.module, b.kind, 1e3 * c.sharded_s, 1e3 * c.replicated_s, c.pays or not choose_blocks)

@@ -102,7 +102,7 @@ class _Counter:
             rows,
             2.0 * rows * outputs * layer.size,
             # A row reads the matrix of its expert alone.
-            self._bytes(layer.weight) * min(1.0, rows / layer.num_experts),
+            self._weight_bytes(layer.weight) * min(1.0, rows / layer.num_experts),
             self._bytes(layer.input) + self._bytes(layer.node),
         )
 
@@ -151,6 +151,13 @@ class _Counter:
 
     def _numel(self, node: Node) -> int:
         return math.prod(self.size(s) for s in query.shape(node))
+
+    def _weight_bytes(self, weight: Node) -> float:
+        """Of codes, where the plan is for such."""
+        for parameter in _parameters(weight):
+            if (codes := self.schema.codes.get(str(parameter.target))) is not None:
+                return self._numel(weight) * codes.bytes_per_weight
+        return self._bytes(weight)
 
     def _bytes(self, node: Node) -> int:
         return self._numel(node) * int(query.value(node).dtype.itemsize)

@@ -96,6 +96,14 @@ class Costs:
 
 
 @dataclass
+class CodedWeights:
+    """What a parameter becomes that is not kept as plain numbers: for people and for costs."""
+
+    layout: str  # "4 bits, scale per 32"
+    bytes_per_weight: float
+
+
+@dataclass
 class Schema:
     """Every decision for one model on one number of ranks.
 
@@ -111,6 +119,9 @@ class Schema:
     costs: Costs | None = None  # of an automatic choice
     sequence: Sequence | None = None  # sequence parallelism, if it was asked for
     group_size: int = 0
+    codes: dict[str, CodedWeights] = field(
+        default_factory=dict
+    )  # by parameter, if the plan was made for codes
     graph: GraphModule | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -131,7 +142,7 @@ class Schema:
 
     def to_json(self) -> str:
         """The decisions as text, the same on every rank that planned the same graph."""
-        data = {
+        data: dict[str, Any] = {
             "numadist_schema": VERSION,
             "num_ranks": self.num_ranks,
             "group_size": self.group_size,
@@ -141,6 +152,8 @@ class Schema:
             "costs": None if self.costs is None else asdict(self.costs),
             "sequence": None if self.sequence is None else _sequence_to_json(self.sequence),
         }
+        if self.codes:
+            data["codes"] = {name: asdict(entry) for name, entry in self.codes.items()}
         return json.dumps(data, indent=1)
 
     @classmethod
@@ -160,6 +173,7 @@ class Schema:
             data["left_alone"] = [LeftAlone(**entry) for entry in data["left_alone"]]
             data["costs"] = _costs_from_json(data.get("costs"))
             data["sequence"] = _sequence_from_json(data.get("sequence"))
+            data["codes"] = {name: CodedWeights(**entry) for name, entry in data.get("codes", {}).items()}
             return cls(**data)
         except (TypeError, KeyError, ValueError) as e:
             raise ShardError(f"damaged numadist schema: {type(e).__name__}: {e}") from None

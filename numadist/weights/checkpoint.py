@@ -81,7 +81,8 @@ class Checkpoint(ABC):
     ) -> Quantized | None:
         """Outputs of a weight as the file's own codes, of all its inputs; None where the file has plain numbers.
 
-        shape: of the parameter, [K, N] where it is transposed. rows: the outputs that are wanted; None: all.
+        shape: of the parameter, [K, N] where it is transposed, with the experts of a mixture before. rows: the outputs
+        that are wanted, counted through all experts; None: all.
         Raises: ShardError for a wrong shape, or codes that stand for no numbers.
         """
         return None

@@ -51,71 +51,94 @@ class GgufCheckpoint(Checkpoint):
             raise ShardError(
                 f"{path}: its tensors cannot be matched with {type(model).__name__}: {e}"
             ) from None
-        self._in_parts: set[str] = set()
-        for tensor in header.tensors:
-            if tensor.name in names:
-                name = names[tensor.name]
-                if name in self._entries:
-                    self._in_parts.add(name)
-                self._entries[name] = tensor
+        # Gates lie before what they weigh in parameters that have both; so do their names.
+        for tensor in sorted(header.tensors, key=lambda t: t.name):
+            # Parameters of experts are called without an end.
+            name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
+            if name is not None:
+                self._entries.setdefault(name, []).append(tensor)
 
     def read_into(self, out: Tensor, name: str, shard: Shard, rank: int) -> None:
         """Fill `out` with what `rank` holds of parameter `name`, converting to out's dtype.
 
-        Peak memory besides `out`: one whole tensor in fp32, but of embedding and head only a few rows.
+        Peak memory besides `out`: the whole parameter in fp32, but of embedding and head only a few rows.
         Raises: ShardError for a wrong shape, or a parameter the file keeps in parts or together with others.
         """
-        tensor = self._entries[name]
-        if tensor.name in _NEVER_REARRANGED:
-            self._check_shape(out, name, _shape(tensor), shard, rank)
-            self._read_rows_into(out, tensor, shard, rank)
+        parts = self._entries[name]
+        if parts[0].name in _NEVER_REARRANGED:
+            self._check_shape(out, name, _shape(parts[0]), shard, rank)
+            self._read_rows_into(out, parts[0], shard, rank)
             return
-        whole = self._processor.process(weights=self._rows(tensor, 0, _num_rows(tensor)), name=tensor.name)
-        if whole.name is None or name in self._in_parts:
+        done = [self._processor.process(weights=self._rows(p, 0, _num_rows(p)), name=p.name) for p in parts]
+        if _joined_shape(parts) is None or any(part.name is None for part in done):
             raise ShardError(
-                f"{self.path}: {name} is not one tensor of its own there ({tensor.name}); load this model without "
+                f"{self.path}: {name} is not one tensor of its own there ({parts[0].name}); load this model without "
                 "weights="
             )
-        full = torch.from_numpy(whole.weights)
+        full = torch.from_numpy(done[0].weights)
+        if len(parts) > 1:
+            full = torch.cat([torch.from_numpy(part.weights) for part in done], 1)
         self._check_shape(out, name, tuple(full.shape), shard, rank)
         out.copy_(local_slice(full, shard, rank))
 
     def has_codes(self, name: str) -> bool:
         """By its type."""
-        return self._entries[name].tensor_type.name not in _PLAIN
+        return self._entries[name][0].tensor_type.name not in _PLAIN
 
     def read_codes(
         self, name: str, shape: tuple[int, ...], is_transposed: bool, rows: Cut | None
     ) -> Quantized | None:
         """As Checkpoint says; also None where transformers does more to the tensor than to put outputs in order."""
-        tensor = self._entries[name]
-        if (
-            tensor.tensor_type.name not in gguf_blocks.KINDS
-            or name in self._in_parts
-            or len(tensor.shape) != 2
-        ):
+        parts = self._entries[name]
+        stored = _joined_shape(parts)
+        kinds = {part.tensor_type.name for part in parts}
+        if len(kinds) > 1 or not kinds <= gguf_blocks.KINDS.keys() or stored is None or len(stored) == 1:
             return None
-        num_out, num_in = _shape(tensor)
-        if (num_in, num_out)[:: 1 if is_transposed else -1] != shape:
+        *experts, num_out, num_in = stored
+        if (*experts, *((num_in, num_out) if is_transposed else (num_out, num_in))) != shape:
             raise ShardError(
-                f"{self.path}: {name} has shape {(num_out, num_in)}, but the model's parameter is {shape}; the "
-                "checkpoint is for another model"
+                f"{self.path}: {name} has shape {stored}, but the model's parameter is {shape}; the checkpoint is for "
+                "another model"
             )
-        order = self._outputs(tensor, is_transposed)
+        order = self._joined_outputs(parts, is_transposed)
         if order is None:
             return None
         if rows is not None:
             order = torch.cat([order[start:stop] for start, stop in rows])
-        first, last = int(order.min()), int(order.max())
-        raw = torch.frombuffer(self._raw(tensor, first, last - first + 1), dtype=torch.uint8)
-        codes = gguf_blocks.unpack(
-            tensor.tensor_type.name, raw.view(last - first + 1, -1, tensor.block_bytes), num_in
-        )
+        codes = gguf_blocks.unpack(kinds.pop(), self._blocks(parts, order), num_in)
         if not codes.scale.isfinite().all():
             raise ShardError(
-                f"{self.path}: {tensor.name} has scales that are no numbers; the file is damaged"
+                f"{self.path}: {parts[0].name} has scales that are no numbers; the file is damaged"
             )
-        return codes.outputs(order - first)
+        return codes
+
+    def _blocks(self, parts: list[Any], order: Tensor) -> Tensor:
+        """Some rows as they are in the file, uint8 [N, B, bytes of a block]; order: counted through all parts."""
+        found = torch.empty(len(order), _blocks_a_row(parts[0]), parts[0].block_bytes, dtype=torch.uint8)
+        base = 0
+        for part in parts:
+            here = (order >= base) & (order < base + _num_rows(part))
+            wanted = order[here] - base
+            base += _num_rows(part)
+            if len(wanted) > 0:
+                first, count = int(wanted.min()), int(wanted.max() - wanted.min()) + 1
+                raw = torch.frombuffer(self._raw(part, first, count), dtype=torch.uint8)
+                found[here] = raw.view(count, *found.shape[1:])[wanted - first]
+        return found
+
+    def _joined_outputs(self, parts: list[Any], is_transposed: bool) -> Tensor | None:
+        """As _outputs, of one tensor, or of experts, whose parts are joined within each; counted through all parts."""
+        if len(_shape(parts[0])) == 2:
+            return self._outputs(parts[0], is_transposed)
+        joined, base = [], 0
+        for part in parts:
+            count = _num_rows(part)
+            order = self._outputs(part, False)
+            if order is None or not torch.equal(order, torch.arange(count)):
+                return None
+            joined.append((base + order).view(_shape(part)[0], -1))
+            base += count
+        return torch.cat(joined, 1).flatten()
 
     def _outputs(self, tensor: Any, is_transposed: bool) -> Tensor | None:
         """Which output of the file each of the parameter's is; None where the values change too."""
@@ -176,6 +199,23 @@ def _one_name_map() -> Iterator[None]:
 def _shape(tensor: Any) -> tuple[int, ...]:
     """Row-major; the file lists dims from the innermost."""
     return tuple(int(size) for size in reversed(tensor.shape))
+
+
+def _joined_shape(parts: list[Any]) -> tuple[int, ...] | None:
+    """Of the parameter that these tensors make: several are projections of the same experts. None if they are not."""
+    shapes = [_shape(part) for part in parts]
+    if len(parts) == 1:
+        return shapes[0]
+    if any(len(shape) != 3 for shape in shapes) or not all("_exps." in part.name for part in parts):
+        return None
+    experts, inputs = {shape[0] for shape in shapes}, {shape[2] for shape in shapes}
+    if len(experts) > 1 or len(inputs) > 1:
+        return None
+    return experts.pop(), sum(shape[1] for shape in shapes), inputs.pop()
+
+
+def _blocks_a_row(tensor: Any) -> int:
+    return int(tensor.n_bytes // (_num_rows(tensor) * tensor.block_bytes))
 
 
 def _num_rows(tensor: Any) -> int:

@@ -98,7 +98,7 @@ class SafetensorsCheckpoint(Checkpoint):
     ) -> Quantized | None:
         """As Checkpoint says; also None for codes that our layouts do not hold."""
         entry = self._entries[name]
-        if not isinstance(entry, _Coded) or is_transposed:
+        if not isinstance(entry, _Coded) or is_transposed or len(shape) != 2:
             return None
         outputs = None if rows is None else torch.tensor(_indices(rows))
         codes = coded(self._parts(entry, name), outputs)

@@ -121,6 +121,31 @@ std::vector<float> draw_rows(const Sizes& s, const Weights& w, std::mt19937& ran
   return x;
 }
 
+// The weights as those of one expert of three, the others being other bytes: rows meet the same numbers as alone.
+void check_experts(int isa, const Layout& l, const Sizes& s, const NdQuantized& q, const Weights& w,
+                   const std::vector<float>& x, std::mt19937& random) {
+  const Weights before(l, s, random), behind(l, s, random);
+  std::vector<uint8_t> codes, scales;
+  for (const Weights* each : {&before, &w, &behind}) {
+    codes.insert(codes.end(), each->codes.begin(), each->codes.end());
+    scales.insert(scales.end(), each->scales.begin(), each->scales.end());
+  }
+  NdQuantized all = q;
+  all.codes = codes.data(), all.scales = scales.data();
+  const size_t first = s.rows / 3, last = s.rows - s.rows / 4;
+  const int32_t ends[3] = {int32_t(first), int32_t(last), int32_t(s.rows)};
+  std::vector<float> y(s.rows * s.n, -1), alone((last - first) * s.n, -2);
+  std::vector<char> scratch(nd_quantized_linear_scratch(s.rows, w.groups));
+  CHECK_EQ(nd_quantized_experts(isa, ND_F32, x.data(), &all, ends, 3, y.data(), scratch.data(), s.rows), 0,
+           "%s", nd_isa_name(isa));
+  CHECK_EQ(nd_quantized_linear(isa, ND_F32, x.data() + first * s.k, &q, nullptr, alone.data(), scratch.data(),
+                               last - first),
+           0, "%s", nd_isa_name(isa));
+  for (size_t i = 0; i < alone.size(); ++i)
+    CHECK_EQ(y[first * s.n + i], alone[i], "%s, %d bits, scales %d, %zu rows, number %zu", nd_isa_name(isa),
+             l.bits, l.kind, s.rows, i);
+}
+
 // Sizes of memory are exact, so that ASAN sees a read or write beyond an end.
 void check(int isa, const Layout& l, const Sizes& s, std::mt19937& random) {
   const Weights w(l, s, random);
@@ -142,6 +167,7 @@ void check(int isa, const Layout& l, const Sizes& s, std::mt19937& random) {
                "%s, %d bits, scales %d, row %zu of %zu, output %zu of %zu, k %zu", nd_isa_name(isa), l.bits,
                l.kind, m, s.rows, out, s.n, s.k);
     }
+  check_experts(isa, l, s, q, w, x, random);
   if (isa != 0) return;
   std::vector<int64_t> wanted(s.n);
   std::iota(wanted.begin(), wanted.end(), 0);
@@ -177,6 +203,8 @@ int main() {
   }
   const NdQuantized good = w.described(l, s);
   CHECK_EQ(nd_quantized_linear(0, ND_I8, x, &good, nullptr, y, nullptr, 1), -EINVAL, "int8 rows");
+  for (int32_t bad : {-1, 0, 2})
+    CHECK_EQ(nd_quantized_experts(0, ND_F32, x, &good, &bad, 1, y, nullptr, 1), -ERANGE, "an end of rows");
   for (int64_t outside : {-1, 3})
     CHECK_EQ(nd_quantized_lookup(ND_F32, &good, &outside, 1, y), -ERANGE, "a token");
   printf("%s: ok\n", nd_isa_name(0));

@@ -2,6 +2,7 @@
 #include <errno.h>
 #include <string.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "bf16.h"
@@ -49,7 +50,7 @@ ND_TARGET_NEON_DOTPROD_END
 // Of one dtype of x.
 struct Kernels {
   void (*quantize_row)(const QuantizedCall&, const QuantizedRows&, size_t row);
-  MultiplyRows (*find_multiply)(int bits, int kind);
+  Multiply (*find_multiply)(int bits, int kind);
   void (*write_panel)(const QuantizedCall&, const float* sums, size_t panel, size_t row, size_t rows);
 };
 
@@ -80,42 +81,64 @@ constexpr size_t kPieceRows = 64;
 // So much of x each thread rounds for itself, which is faster than that all wait for one.
 constexpr size_t kOwnGroups = 256;
 
-constexpr size_t kGroupScratch = kGroup + sizeof(float) + 2 * sizeof(int32_t);
+constexpr size_t kGroupScratch = kGroup * sizeof(int16_t) + sizeof(RoundedGroup);
+
+size_t group_bytes(int bits) { return size_t(bits) * kGroup * kOutputs / 8; }
 
 QuantizedRows rows_in(void* memory, size_t groups) {
-  auto* const scale = static_cast<float*>(memory);
-  auto* const sums = reinterpret_cast<int32_t*>(scale + groups);
-  return {reinterpret_cast<int8_t*>(sums + 2 * groups), scale, sums};
+  auto* const rounded = static_cast<RoundedGroup*>(memory);
+  return {reinterpret_cast<uint32_t*>(rounded + groups), rounded};
 }
 
-void multiply_panels(const QuantizedCall& call, const Kernels& kernels, MultiplyRows multiply,
-                     const QuantizedRows& x, size_t begin, size_t end) {
+void multiply_panels(const QuantizedCall& call, const Kernels& kernels, const QuantizedRows& x, size_t begin,
+                     size_t end) {
   alignas(64) float sums[kPieceRows * kOutputs];
   const size_t pieces = (call.rows + kPieceRows - 1) / kPieceRows;
   for (size_t piece = 0; piece < pieces; ++piece) {
     const size_t row = call.rows * piece / pieces, rows = call.rows * (piece + 1) / pieces - row;
     for (size_t panel = begin; panel < end; ++panel) {
-      multiply(call.w, x, panel, row, rows, sums);
+      call.multiply.run(call.w, x, panel, row, rows, sums);
       kernels.write_panel(call, sums, panel, row, rows);
     }
   }
 }
 
-void multiply_few(const QuantizedCall& call, const Kernels& kernels, MultiplyRows multiply) {
-  for_shares(call.w.num_panels(), [&](size_t begin, size_t end) {
-    if (begin == end) return;
-    alignas(64) char own[kOwnGroups * kGroupScratch];
-    const QuantizedRows x = rows_in(own, call.rows * call.w.groups);
-    for (size_t row = 0; row < call.rows; ++row) kernels.quantize_row(call, x, row);
-    multiply_panels(call, kernels, multiply, x, begin, end);
-  });
+// multiply(x, begin, end) on every thread, for its share of 0 ... count - 1; x: all rows, rounded. scratch: unless they
+// are so few that each thread rounds them for itself.
+template <class Body>
+void round_and_share(const QuantizedCall& call, const Kernels& kernels, void* scratch, size_t count,
+                     const Body& multiply) {
+  const size_t groups = call.rows * call.w.groups;
+  if (groups <= kOwnGroups) {
+    for_shares(count, [&](size_t begin, size_t end) {
+      if (begin == end) return;
+      alignas(64) char own[kOwnGroups * kGroupScratch];
+      const QuantizedRows x = rows_in(own, groups);
+      for (size_t row = 0; row < call.rows; ++row) kernels.quantize_row(call, x, row);
+      multiply(x, begin, end);
+    });
+    return;
+  }
+  const QuantizedRows x = rows_in(scratch, groups);
+  for_neighbours(call.rows, [&](size_t row) { kernels.quantize_row(call, x, row); });
+  for_shares(count, [&](size_t begin, size_t end) { multiply(x, begin, end); });
 }
 
-void multiply_many(const QuantizedCall& call, const Kernels& kernels, MultiplyRows multiply, void* scratch) {
-  const QuantizedRows x = rows_in(scratch, call.rows * call.w.groups);
-  for_neighbours(call.rows, [&](size_t row) { kernels.quantize_row(call, x, row); });
-  for_shares(call.w.num_panels(),
-             [&](size_t begin, size_t end) { multiply_panels(call, kernels, multiply, x, begin, end); });
+// Some rows alone, times the panels of one expert of those that lie behind each other.
+QuantizedCall of_expert(const QuantizedCall& call, int bits, size_t element, size_t expert, size_t row,
+                        size_t rows) {
+  QuantizedCall part = call;
+  const size_t panels = expert * call.w.num_panels();
+  part.w.codes += panels * call.w.groups * group_bytes(bits);
+  part.w.scales += panels * call.w.panel_scale_bytes;
+  part.y = static_cast<char*>(call.y) + row * call.w.n * element;
+  part.rows = rows;
+  return part;
+}
+
+QuantizedRows rows_from(const QuantizedRows& x, const QuantizedCall& call, size_t first) {
+  const size_t groups = first * call.w.groups;
+  return {x.values + groups * kSteps * (call.multiply.is_wide ? 2 : 1), x.groups + groups};
 }
 
 // ---- lookups: an output as numbers, bit for bit as the format says ----
@@ -132,8 +155,6 @@ int code_at(const uint8_t* group, int bits, size_t lane, size_t i) {
   const int four = group[step / 2 * kStepBytes + byte] >> (step % 2 * 4) & 0xf;
   return bits == 4 ? four : four | (group[kSteps / 2 * kStepBytes + byte] >> step & 1) << 4;
 }
-
-size_t group_bytes(int bits) { return size_t(bits) * kGroup * kOutputs / 8; }
 
 // Input i of a group of output `lane` of a panel.
 float number_at(const QuantizedWeights& w, int bits, int kind, const uint8_t* codes, const uint8_t* scales,
@@ -171,7 +192,7 @@ void widen_output(const QuantizedWeights& w, int bits, int kind, const int32_t* 
 }
 
 bool is_valid(const QuantizedWeights& w, int bits, int kind) {
-  if (portable::find_multiply(bits, kind) == nullptr || w.shared < 0 || w.shared > 8) return false;
+  if (portable::find_multiply(bits, kind).run == nullptr || w.shared < 0 || w.shared > 8) return false;
   if (w.shared > 0 && !has_factors(kind)) return false;
   return w.panel_scale_bytes == kOutputs * (w.num_shares() * (has_minimum(kind) ? 2 : 1) * sizeof(uint16_t) +
                                             w.groups * (has_factors(kind) ? 2 : 0));
@@ -179,6 +200,17 @@ bool is_valid(const QuantizedWeights& w, int bits, int kind) {
 
 QuantizedWeights weights_of(const NdQuantized& q) {
   return {q.codes, q.scales, q.n, q.groups, q.panel_scale_bytes, q.shared};
+}
+
+// All but what a caller adds: bias and y of its own. False: such a layout or dtype is none.
+bool prepare(int isa, int dtype, const void* x, const NdQuantized& q, size_t rows, QuantizedCall* call,
+             const Kernels** kernels) {
+  const QuantizedWeights w = weights_of(q);
+  *kernels = kernels_of(isa, dtype);
+  if (*kernels == nullptr || !is_valid(w, q.bits, q.kind)) return false;
+  const Multiply multiply = (*kernels)->find_multiply(q.bits, q.kind);
+  *call = {w, x, q.order, nullptr, nullptr, rows, q.k, multiply, q.kind == ND_SCALES_I8_HALF};
+  return true;
 }
 
 }  // namespace
@@ -191,15 +223,46 @@ size_t nd_quantized_linear_scratch(size_t rows, size_t groups) {
 int nd_quantized_linear(int isa, int dtype, const void* x, const NdQuantized* q, const void* bias, void* y,
                         void* scratch, size_t rows) {
   using namespace nd;
-  const QuantizedCall call = {weights_of(*q), x, q->order, bias, y, rows, q->k};
-  const Kernels* kernels = kernels_of(isa, dtype);
-  if (kernels == nullptr || !is_valid(call.w, q->bits, q->kind)) return -EINVAL;
+  QuantizedCall call;
+  const Kernels* kernels;
+  if (!prepare(isa, dtype, x, *q, rows, &call, &kernels)) return -EINVAL;
   if (rows == 0 || q->n == 0) return 0;
-  const MultiplyRows multiply = kernels->find_multiply(q->bits, q->kind);
-  if (nd_quantized_linear_scratch(rows, q->groups) == 0)
-    multiply_few(call, *kernels, multiply);
-  else
-    multiply_many(call, *kernels, multiply, scratch);
+  call.bias = bias;
+  call.y = y;
+  round_and_share(call, *kernels, scratch, call.w.num_panels(),
+                  [&](const QuantizedRows& rounded, size_t begin, size_t end) {
+                    multiply_panels(call, *kernels, rounded, begin, end);
+                  });
+  return 0;
+}
+
+int nd_quantized_experts(int isa, int dtype, const void* x, const NdQuantized* q, const int32_t* ends,
+                         size_t experts, void* y, void* scratch, size_t rows) {
+  using namespace nd;
+  QuantizedCall call;
+  const Kernels* kernels;
+  if (!prepare(isa, dtype, x, *q, rows, &call, &kernels)) return -EINVAL;
+  int32_t last = 0;
+  for (size_t e = 0; e < experts; last = ends[e++])
+    if (ends[e] < last || size_t(ends[e]) > rows) return -ERANGE;
+  if (size_t(last) != rows) return -ERANGE;
+  if (rows == 0 || q->n == 0) return 0;
+  call.y = y;
+  const size_t element = dtype == ND_F32 ? sizeof(float) : sizeof(uint16_t), panels = call.w.num_panels();
+  // A panel of an expert counts as often as it has rows, so that shares take the same time.
+  round_and_share(call, *kernels, scratch, rows * panels,
+                  [&](const QuantizedRows& rounded, size_t begin, size_t end) {
+                    for (size_t e = 0, row = 0; e < experts; row = size_t(ends[e++])) {
+                      const size_t many = size_t(ends[e]) - row;
+                      const auto panel_at = [&](size_t place) {
+                        const size_t first = row * panels;
+                        return place <= first ? 0 : std::min(panels, (place - first + many - 1) / many);
+                      };
+                      if (many == 0 || panel_at(begin) == panel_at(end)) continue;
+                      multiply_panels(of_expert(call, q->bits, element, e, row, many), *kernels,
+                                      rows_from(rounded, call, row), panel_at(begin), panel_at(end));
+                    }
+                  });
   return 0;
 }
 

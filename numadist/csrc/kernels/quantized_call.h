@@ -30,11 +30,27 @@ struct QuantizedWeights {
   size_t num_shares() const { return (groups + (size_t(1) << shared) - 1) >> shared; }
 };
 
-// Rows of x as whole numbers with a scale a group.
+// What products need of a group of a row of x beside its whole numbers.
+// start: what products of each half add up from, or of the whole in [0], as codes have another number for zero.
+struct RoundedGroup {
+  float scale;
+  float sum;  // of the numbers, as they are with the scale
+  int32_t start[2];
+};
+
+// Rows of x as whole numbers of 8 bits; where a kernel wants them wide of 16, and of each step the even ones first.
 struct QuantizedRows {
-  int8_t* values;  // [rows][groups][kGroup]
-  float* scale;    // [rows][groups]
-  int32_t* sums;   // [rows][groups][2]: of the values of each half of a group
+  uint32_t* values;      // [rows][groups][kGroup numbers]
+  RoundedGroup* groups;  // [rows][groups]
+};
+
+using MultiplyRows = void (*)(const QuantizedWeights&, const QuantizedRows&, size_t panel, size_t row,
+                              size_t rows, float* sums);
+
+struct Multiply {
+  MultiplyRows run;
+  int zero;      // the code that stands for it
+  bool is_wide;  // how rows are wanted
 };
 
 struct QuantizedCall {
@@ -44,6 +60,8 @@ struct QuantizedCall {
   const void* bias;      // [n] or nullptr
   void* y;               // [rows][n]
   size_t rows, k;
+  Multiply multiply;
+  bool by_halves;  // scales of weights
 };
 
 // Those that formats have: bits of a code, kind of scales.
@@ -56,9 +74,6 @@ struct QuantizedCall {
   X(5, ND_SCALES_U8_MIN)        \
   X(8, ND_SCALES_F16)           \
   X(8, ND_SCALES_I8_HALF)
-
-using MultiplyRows = void (*)(const QuantizedWeights&, const QuantizedRows&, size_t panel, size_t row,
-                              size_t rows, float* sums);
 
 }  // namespace nd
 

@@ -77,22 +77,22 @@ def write(
         "ffn_down": (c.hidden_size, c.intermediate_size),
     }
     for name in ("token_embd", "output"):
-        _add(writer, f"{name}.weight", table, (c.vocab_size, c.hidden_size), 0.4)
-    _add(writer, "output_norm.weight", "F32", (c.hidden_size,))
+        add(writer, f"{name}.weight", table, (c.vocab_size, c.hidden_size), 0.4)
+    add(writer, "output_norm.weight", "F32", (c.hidden_size,))
     for i in range(c.num_hidden_layers):
         for name in ("attn_norm", "ffn_norm"):
-            _add(writer, f"blk.{i}.{name}.weight", "F32", (c.hidden_size,))
+            add(writer, f"blk.{i}.{name}.weight", "F32", (c.hidden_size,))
         kinds = layers[i % len(layers)]
         for name, shape in shapes.items():
             kind = kinds[name] if name in kinds else kinds["ffn_up"]
-            _add(writer, f"blk.{i}.{name}.weight", kind, shape, 2.0 / shape[1] ** 0.5)
+            add(writer, f"blk.{i}.{name}.weight", kind, shape, 2.0 / shape[1] ** 0.5)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _add(writer: Any, name: str, kind: str, shape: tuple[int, ...], size: float = 0.0) -> None:
+def add(writer: Any, name: str, kind: str, shape: tuple[int, ...], size: float = 0.0) -> None:
     """A tensor whose numbers have about this size; of F32 they are near 1."""
     if kind == "F32":
         writer.add_tensor(name, (1 + 0.1 * torch.randn(shape)).numpy())

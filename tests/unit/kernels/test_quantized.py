@@ -1,5 +1,7 @@
 """Layers and lookups on codes by every ISA against exact arithmetic, parts of them, and rounding while loading."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -140,6 +142,31 @@ def test_weights_are_rounded_to_the_nearest_code(bits, most):
     assert error[4] < 0.004 * w_NK[4].norm()
 
 
+@every_isa
+@every_layout
+def test_each_row_meets_its_expert_alone(isa, bits, kind, shared):
+    experts = [draw(bits, kind, shared, 21, 577) for _ in range(4)]
+    for number, expert in enumerate(experts):
+        expert.codes[:] = expert.codes.roll(number, 0)
+    joined = replace(
+        experts[0],
+        codes=torch.cat([e.codes for e in experts]),
+        scale=torch.cat([e.scale for e in experts]),
+        factors=None if experts[0].factors is None else torch.cat([e.factors for e in experts]),
+    )
+    p = pack(joined, len(experts))
+    layout = p.out_features, p.in_features, int(p.kind), p.shared
+    for ends in ([0, 1, 1, 2], [5, 5, 6, 40], [0, 0, 0, 0], [0, 0, 3, 3]):
+        x_MK = torch.randn(ends[-1], 577)
+        seen = quantized.quantized_experts(
+            x_MK, torch.tensor(ends, dtype=torch.int32), p.codes, p.scales, p.order, *layout, isa
+        )
+        assert seen.shape == (ends[-1], 21)
+        for expert, start, end in zip(experts, [0, *ends], ends, strict=False):
+            if end > start:
+                assert torch.equal(seen[start:end], layer(x_MK[start:end], expert, isa=isa)), ends
+
+
 def test_what_has_no_codes_is_refused():
     for largest in (torch.inf, torch.nan, 1e6, 1e-5):
         with pytest.raises(ValueError, match="do not fit weights of which the largest is"):
@@ -149,6 +176,12 @@ def test_what_has_no_codes_is_refused():
     q = draw(8, Scales.F16, 0, 4, 32)
     with pytest.raises(NativeError, match=r"quantized linear layer of \[1, 32\] torch.float64"):
         layer(torch.ones(1, 32, dtype=torch.float64), q)
+    p = pack(q)
+    for ends in ([-1, 2], [2, 1], [1, 3], [1, 1]):
+        with pytest.raises(NativeError, match=r"2 quantized experts of \[2, 32\] torch.float32"):
+            quantized.quantized_experts(
+                torch.ones(2, 32), torch.tensor(ends), p.codes, p.scales, None, 4, 32, int(p.kind), 0
+            )
     for token in (-1, 4):
         with pytest.raises(NativeError, match="lookup of 1 rows in a quantized table of 4"):
             table(torch.tensor([token]), q)
@@ -159,6 +192,8 @@ def test_the_compiler_knows_the_shapes():
         x, codes = torch.empty(2, 3, 64), torch.empty(1, 2, 256, dtype=torch.uint8)
         args = codes, torch.empty(1, 64, dtype=torch.uint8), None
         assert torch.ops.numadist.quantized_linear(x, *args, None, 5, 64, 0, 0).shape == (2, 3, 5)
+        ends = torch.zeros(4, dtype=torch.int32)
+        assert torch.ops.numadist.quantized_experts(x[0], ends, *args, 5, 64, 0, 0).shape == (3, 5)
         rows = torch.ops.numadist.quantized_embedding(
             torch.zeros(2, 3, dtype=torch.int64), *args, 5, 64, 0, 0, torch.bfloat16
         )
