@@ -321,15 +321,10 @@ def touch_memory(address: int, num_bytes: int) -> int:
     return lib.nd_touch(address, num_bytes)
 
 
-def num_pages(address: int, num_bytes: int) -> int:
-    """Pages that a range lies on, wholly or in part."""
-    page = os.sysconf("SC_PAGESIZE")
-    return 0 if num_bytes == 0 else (address + num_bytes - 1) // page - address // page + 1
-
-
 def page_nodes(address: int, num_bytes: int) -> list[int]:
     """Node of every page of a range; negative errno where there is none: not yet touched."""
-    count = num_pages(address, num_bytes)
+    page = os.sysconf("SC_PAGESIZE")
+    count = 0 if num_bytes == 0 else (address + num_bytes - 1) // page - address // page + 1
     nodes = (c_int32 * max(count, 1))()
     check(lib.nd_page_nodes(address, num_bytes, nodes), f"ask where {num_bytes} bytes are")
     return list(nodes[:count])
