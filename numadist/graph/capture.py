@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from numadist.errors import ShardError
+from numadist.graph.tied import tied_names
 from numadist.graph.unchanged import unchanged
 
 
@@ -77,7 +78,7 @@ def described(
     return CapturedModel(
         gm,
         type(model).__name__,
-        _tied_names(model),
+        tied_names(model),
         constants,
         dynamic_shapes is None,
         persistent_buffers=state_names & {name for name, _ in model.named_buffers(remove_duplicate=False)},
@@ -130,13 +131,6 @@ def _custom_backward_refused(train: bool) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-
-
-def _tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
-    names_of: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(param), []).append(name)
-    return {n: [m for m in names if m != n] for names in names_of.values() if len(names) > 1 for n in names}
 
 
 def as_args(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

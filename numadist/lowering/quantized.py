@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 from numadist.graph import query
 from numadist.graph.query import aten, linear_operands
+from numadist.graph.tied import named_once
 from numadist.kernels.quantized import Packed
 
 _TRANSPOSES = (aten.t.default, aten.numpy_T.default)
@@ -48,17 +49,12 @@ class CodedWeight:
 
 def coded_weights(gm: GraphModule) -> list[CodedWeight]:
     """All that could be codes."""
-    names_of: dict[int, list[str]] = {}
-    parameters = dict(gm.named_parameters(remove_duplicate=False))
-    for name, parameter in parameters.items():
-        names_of.setdefault(id(parameter), []).append(name)
     nodes_of: dict[str, list[Node]] = {}
     for node in gm.graph.nodes:
         if node.op == "get_attr":
             nodes_of.setdefault(str(node.target), []).append(node)
     found = []
-    for names in names_of.values():
-        parameter = parameters[names[0]]
+    for names, parameter in named_once(gm):
         users = _users([node for name in names for node in nodes_of.get(name, [])], parameter.dim())
         layouts = {transposed for _, _, _, transposed in users}
         if len(layouts) == 1 and parameter.is_floating_point():

@@ -114,7 +114,7 @@ def _warn_of_widened(gm: GraphModule, file: WeightsFile) -> None:
     """One warning for all tensors of the file that are codes there and plain numbers here."""
     widened = []
     for name, parameter in gm.named_parameters():
-        found = file.checkpoint.find([name, *file.tied_names.get(name, [])])
+        found = file.checkpoint.find(file.names([name]))
         if found is not None and is_fake(parameter) and file.checkpoint.has_codes(found):
             widened.append((parameter.numel() * parameter.element_size(), name))
     if widened:
@@ -166,7 +166,7 @@ def _of_file(weight: CodedWeight, outputs: Shard, rank: int, file: WeightsFile |
 
 def _read(weight: CodedWeight, file: WeightsFile | None, rows: Cut | None) -> Quantized | None:
     """Some outputs as the file's codes; None where they come from elsewhere, or the file has numbers."""
-    name = None if file is None else file.checkpoint.find(_names(weight, file))
+    name = None if file is None else file.checkpoint.find(file.names(weight.names))
     if file is None or name is None or not is_fake(weight.parameter):
         return None
     return file.checkpoint.read_codes(name, tuple(weight.parameter.shape), weight.is_transposed, rows)
@@ -195,11 +195,7 @@ def _plain(weight: CodedWeight, outputs: Shard, rank: int, file: WeightsFile | N
         return None  # whoever loads parameters says what is wrong
     else:
         plain = torch.empty(outputs.local_shape(parameter.shape, rank))
-        file.checkpoint.read_into(plain, file.checkpoint.found(_names(weight, file)), outputs, rank)
+        file.checkpoint.read_into(plain, file.checkpoint.found(file.names(weight.names)), outputs, rank)
     if weight.is_transposed:
         plain = plain.transpose(-1, -2)
     return plain.reshape(-1, plain.shape[-1])
-
-
-def _names(weight: CodedWeight, file: WeightsFile) -> list[str]:
-    return [*weight.names, *(tied for n in weight.names for tied in file.tied_names.get(n, []))]

@@ -1,6 +1,6 @@
 """Give a rank's graph its parameters: only this rank's slices, in memory of its node."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from numadist.errors import ShardError
 from numadist.graph.query import set_tensor
+from numadist.graph.tied import named_once
 from numadist.progress import progress
 from numadist.sharding.placement import Shard
 from numadist.sharding.schema import Schema
@@ -33,6 +34,10 @@ class WeightsFile:
     tied_names: Mapping[str, list[str]]
     persistent_buffers: frozenset[str]
 
+    def names(self, own: Sequence[str]) -> list[str]:
+        """All that the file may call a parameter of these names."""
+        return [*own, *(tied for name in own for tied in self.tied_names.get(name, []))]
+
 
 def localize_parameters(
     gm: GraphModule,
@@ -50,15 +55,10 @@ def localize_parameters(
     Raises: ShardError if a parameter has no memory and the file lacks it.
     """
     shards, partial = schema.param_shards(), schema.partial_params()
-    names_of: dict[int, list[str]] = {}
-    full_params = dict(gm.named_parameters(remove_duplicate=False))
-    for name, param in full_params.items():
-        names_of.setdefault(id(param), []).append(name)
+    parameters = named_once(gm)
     is_empty = False
-    wholes = {id(full): full for full in full_params.values()}
-    with progress("loading weights", sum(map(_megabytes, wholes.values())), "MB") as advance:
-        for names in names_of.values():
-            full = full_params[names[0]]
+    with progress("loading weights", sum(_megabytes(full) for _, full in parameters), "MB") as advance:
+        for names, full in parameters:
             shard = next((shards[n] for n in names if n in shards), Shard({}))
             local = allocate(shard.local_shape(full.shape, rank), full.dtype)
             is_empty |= is_fake(full)
@@ -69,8 +69,7 @@ def localize_parameters(
             elif file is None:
                 raise ShardError(f"parameter {names[0]} has no memory; pass weights=FOLDER to numadist.shard")
             else:
-                others = [tied for n in names for tied in file.tied_names.get(n, [])]
-                file.checkpoint.read_into(local, file.checkpoint.found([*names, *others]), shard, rank)
+                file.checkpoint.read_into(local, file.checkpoint.found(file.names(names)), shard, rank)
             parameter = torch.nn.Parameter(local, requires_grad=train and full.requires_grad)
             for name in names:
                 set_tensor(gm, name, parameter)
@@ -101,12 +100,7 @@ def _localize_buffers(gm: GraphModule, allocate: Allocate, file: WeightsFile | N
 def load_whole(model: torch.nn.Module, path: str | Path) -> None:
     """Give a model without memory for its parameters all of them from a checkpoint; tied ones stay tied."""
     checkpoint = open_checkpoint(path, model)
-    names_of: dict[int, list[str]] = {}
-    empty = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in empty.items():
-        names_of.setdefault(id(parameter), []).append(name)
-    for names in names_of.values():
-        fake = empty[names[0]]
+    for names, fake in named_once(model):
         real = torch.empty(fake.shape, dtype=fake.dtype)
         checkpoint.read_into(real, checkpoint.found(names), Shard({}), 0)
         parameter = torch.nn.Parameter(real, requires_grad=fake.requires_grad)
