@@ -21,9 +21,15 @@ _patching = threading.Lock()
 
 
 def gguf_config(path: Path) -> Any:
-    """The file's config, as AutoConfig gives it."""
+    """The file's config, as AutoConfig gives it; of experts with the size that the file says."""
     with quick_reader(path, vocabulary=False):
-        return _loaded("AutoConfig", path)
+        config = _loaded("AutoConfig", path)
+    fields = read_header(path).fields
+    size = fields.get(f"{fields.get('general.architecture')}.expert_feed_forward_length")
+    # transformers leaves it at the default, that of one of the models.
+    if size is not None and hasattr(config, "moe_intermediate_size"):
+        config.moe_intermediate_size = int(size)
+    return config
 
 
 def gguf_tokenizer(path: Path) -> Any:
