@@ -62,6 +62,20 @@ def coded_weights(gm: GraphModule) -> list[CodedWeight]:
     return found
 
 
+def routers(gm: GraphModule) -> set[Node]:
+    """The layers whose outputs choose among experts: a rounded one would choose others."""
+    todo = [node for node in gm.graph.nodes if node.target is aten.topk.default]
+    found, seen = set(), set(todo)
+    while todo:
+        node = todo.pop()
+        if linear_operands(node) is not None:
+            found.add(node)
+            continue
+        todo += [n for n in node.all_input_nodes if n not in seen]
+        seen.update(node.all_input_nodes)
+    return found
+
+
 def _users(nodes: list[Node], num_dims: int) -> list[tuple[Node, Node, Any, bool]]:
     """(user, its rows or tokens, its bias, whether the weight is transposed); empty where one is something else.
 

@@ -12,7 +12,7 @@ from numadist.errors import ShardError
 from numadist.graph.cleanup import drop_unused_parameters
 from numadist.kernels.quantized import GROUP, Packed, Quantized, kernel_name, pack, quantize
 from numadist.log import get_logger
-from numadist.lowering.quantized import CodedWeight, coded_weights, use_codes
+from numadist.lowering.quantized import CodedWeight, coded_weights, routers, use_codes
 from numadist.progress import progress
 from numadist.sharding.placement import Cut, Shard
 from numadist.sharding.schema import CodedWeights, Schema
@@ -24,7 +24,7 @@ log = get_logger(__name__)
 aten = torch.ops.aten
 
 # auto: what the file has as codes stays codes. int8, int4: all layers and tables become codes of so many bits, but for
-# tables and the head of int4, which have 8.
+# tables and the head of int4, which have 8, and routers of mixtures, which stay as they are.
 Quantization = Literal["auto", "int8", "int4"]
 _ALL = "auto", "int8", "int4"
 _BITS = {"int8": 8, "int4": 4}
@@ -52,7 +52,7 @@ def quantize_parameters(
     """
     shards = schema.param_shards()
     found: Counter[str] = Counter()
-    weights = coded_weights(gm)
+    weights = _weights(gm, how)
     bits = _bits_of(gm, weights, how)
     with progress("loading codes", sum(w.parameter.numel() for w in weights) / 1e6, "million") as advance:
         for number, weight in enumerate(weights):
@@ -73,6 +73,12 @@ def quantize_parameters(
         _warn_of_widened(gm, file)
 
 
+def _weights(gm: GraphModule, how: Quantization) -> list[CodedWeight]:
+    """What could be codes. Of routers only a file's own are."""
+    plain = set() if how == "auto" else routers(gm)
+    return [w for w in coded_weights(gm) if not any(user in plain for user, _, _ in w.users)]
+
+
 def _bits_of(gm: GraphModule, weights: list[CodedWeight], how: Quantization) -> dict[int, int]:
     """Of each weight that is rounded. Tables and the head, the last layer, get 8: at 4 they cost more than all else."""
     if how == "auto":
@@ -87,7 +93,7 @@ def _bits_of(gm: GraphModule, weights: list[CodedWeight], how: Quantization) -> 
 def planned_codes(gm: GraphModule, file: WeightsFile | None, how: Quantization) -> dict[str, CodedWeights]:
     """What parameters of a captured graph become, by all their names; of a file one output each is read."""
     found: dict[str, CodedWeights] = {}
-    weights = coded_weights(gm)
+    weights = _weights(gm, how)
     bits = _bits_of(gm, weights, how)
     for number, weight in enumerate(weights):
         codes = None

@@ -216,7 +216,7 @@ def test_each_rank_reads_its_slices_of_the_files_experts(file, num_ranks):
         for rank in range(num_ranks):
             wanted = torch.empty(shard.local_shape(weight.parameter.shape, rank))
             checkpoint.read_into(wanted, checkpoint.found(weight.names), shard, rank)
-            part = codes_of(weight, shard, rank, weights, "auto").widened()
+            part = codes_of(weight, shard, rank, weights, None).widened()
             assert torch.equal(part.view_as(wanted), wanted), weight.names
 
 
@@ -249,13 +249,13 @@ def test_experts_rounded_while_they_are_loaded_are_those_rounded_before(quantiza
     rounded_before = copy.deepcopy(mixtral())
     with torch.no_grad():
         for name, w in rounded_before.named_parameters():
-            if w.dim() > 1:
+            if w.dim() > 1 and not name.endswith("mlp.gate.weight"):
                 its_bits = 8 if name in ("model.embed_tokens.weight", "lm_head.weight") else bits
                 w.copy_(quantize(w.reshape(-1, w.shape[-1]), its_bits).widened().view_as(w))
         truth = rounded_before(TOKENS).logits[:, -1]
     step = capture_step(mixtral())
     part = localize(step.captured, build_schema(step.captured, 1), Site(0, None), None, quantization)
-    assert sum(reads_codes(node) for node in part.gm.graph.nodes) == 2 * 7 + 2
+    assert sum(reads_codes(node) for node in part.gm.graph.nodes) == 2 * 6 + 2  # not the routers
     assert (logits(part, step.layers) - truth).norm() < 0.08 * truth.norm()
 
 
