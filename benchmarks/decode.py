@@ -2,12 +2,17 @@
 
     numarun --nproc-per-socket 2 benchmarks/decode.py --model gpt2 smollm2 --batch 1 8
     numarun --nproc-per-socket 2 benchmarks/decode.py --llama-python VENV/bin/python --json decode.json
+    numarun --nproc-per-socket 2 benchmarks/decode.py --dtype bfloat16 float32 --max-isa avx2 --llama-bench FILE
 
 Ours: numadist.Generator(compile=True), one rank per group of cores. Against it, each in one process on all the same
 cores: Hugging Face's model with StaticCache, torch.compile and freezing; OpenVINO with a stateful model; llama.cpp.
 All hold `context` tokens when a round begins and decode `tokens` more, greedily, in a loop as tight as it gets. Rounds
 run the systems in turn, each round starting with another one, and ratios are taken inside a round. A peer that is not
-installed is named and left out. llama.cpp may live in an interpreter of its own.
+installed is named and left out. llama.cpp may live in an interpreter of its own, or be its program llama-batched-bench,
+which says no tokens.
+
+--max-isa measures as on an older CPU (older_cpu.py has what that means for whom): OpenVINO computes in f32 then, as it
+does on such a CPU, and llama.cpp's row needs --llama-bench, built for such a CPU.
 """
 
 import argparse
@@ -17,6 +22,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -27,6 +33,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from older_cpu import LIMITS, limited
 
 import numadist
 from numadist import models
@@ -52,12 +59,14 @@ SCRIPTS = {
 
 def main() -> None:
     options = parse_options()
+    if options.max_isa:
+        limit(options.max_isa)
     dist.init_process_group("numa")
     cpus = [None] * dist.get_world_size()
     dist.all_gather_object(cpus, parse_list(config().cpus) or tuple(range(torch.get_num_threads())))
     rows = []
-    for name in options.model:
-        rows += measure_model(name, options, sorted(sum(cpus, ())))
+    for name, dtype in itertools.product(options.model, options.dtypes):
+        rows += measure_model(name, argparse.Namespace(**vars(options), dtype=dtype), sorted(sum(cpus, ())))
     if dist.get_rank() == 0:
         print("\n".join(table(rows)))
         if options.json:
@@ -66,10 +75,17 @@ def main() -> None:
                 "cpus": [format_list(c) for c in cpus],
                 "machine": platform.processor() or platform.machine(),
                 "torch": torch.__version__,
-                **{k: getattr(options, k) for k in ("dtype", "context", "tokens", "rounds")},
+                **{k: getattr(options, k) for k in ("dtypes", "max_isa", "context", "tokens", "rounds")},
             }
             Path(options.json).write_text(json.dumps({"setting": setting, "rows": rows}, indent=1))
     dist.destroy_process_group()
+
+
+def limit(isa: str) -> None:
+    """Have this process, and its peers, run with the limit."""
+    wanted = limited(isa)
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
 
 
 def parse_options() -> argparse.Namespace:
@@ -79,7 +95,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=32, help="decoded in a round")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    dtypes = ["bfloat16", "float32"]
+    parser.add_argument("--dtype", dest="dtypes", nargs="+", default=dtypes[:1], choices=dtypes)
+    parser.add_argument("--max-isa", choices=LIMITS, help="measure all systems as on a CPU that has no more")
     parser.add_argument(
         "--quantization",
         nargs="*",
@@ -96,6 +114,11 @@ def parse_options() -> argparse.Namespace:
         default=sys.executable,
         metavar="PYTHON",
         help="an interpreter that has llama-cpp-python, default this one",
+    )
+    parser.add_argument(
+        "--llama-bench",
+        metavar="FILE",
+        help="llama.cpp's program llama-batched-bench, to be measured instead",
     )
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
@@ -129,7 +152,7 @@ def measure_model(name: str, options, cpus: list[int]) -> list[dict]:
             answers[system] = (peer.tokens, peer.precision)
             peer.close()
         if dist.get_rank() == 0:
-            rows += rows_of(name, batch, times, answers, foreign)
+            rows += rows_of({"model": name, "dtype": options.dtype, "batch": batch}, times, answers, foreign)
             print("\n".join(map(line, rows[-len(times) :])), flush=True)
     return rows
 
@@ -155,13 +178,16 @@ def without_f32_kernels():
 
 
 def measure_rounds(
-    generators: dict[str, numadist.Generator], prompts: torch.Tensor, options, peers: "dict[str, Peer]"
+    generators: dict[str, numadist.Generator],
+    prompts: torch.Tensor,
+    options,
+    peers: "dict[str, Peer | LlamaBench]",
 ) -> tuple[dict[str, list[float]], float]:
     """Seconds of a step by system and round, and the cores that other work kept busy meanwhile."""
     names = [*generators, *peers]
     pids = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
-    pids += [peer.process.pid for peer in peers.values()]
+    pids += [peer.pid for peer in peers.values() if peer.pid is not None]
     before, own_s, begin = noise.usage(), noise.process_cpu_s(pids), time.monotonic()
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(options.rounds):
@@ -207,25 +233,32 @@ def answer(generator: numadist.Generator, prompts: torch.Tensor, options) -> lis
     return [row[options.context :] for row in rows]
 
 
-def start_peers(name: str, prompts: torch.Tensor, options, cpus: list[int]) -> "dict[str, Peer]":
+def start_peers(name: str, prompts: torch.Tensor, options, cpus: list[int]) -> "dict[str, Peer | LlamaBench]":
     """Those that are installed and run this model, warm; the others are named on stderr."""
     setting = {"model": name, "dtype": options.dtype, "cpus": cpus, "tokens": options.tokens}
-    setting["prompts"] = prompts.tolist()
+    setting |= {"prompts": prompts.tolist(), "max_isa": options.max_isa}
     peers = {}
     for system in options.peers:
         begin = time.monotonic()
         try:
-            with tempfile.TemporaryDirectory(prefix="numadist-") as folder:
-                python = interpreter(system, options)
-                if system == "llama.cpp":
-                    setting["gguf"] = gguf_file(name, options.dtype, Path(folder))
-                peers[system] = Peer(python, FOLDER / SCRIPTS[system], setting)
+            peers[system] = start_peer(system, setting, options)
         except PeerMissing as missing:
             print(f"{name}, batch {len(prompts)}: no row of {system}: {missing}", file=sys.stderr)
             continue
         took_s = time.monotonic() - begin
         print(f"{name}, batch {len(prompts)}: {system} ready after {took_s:.0f} s", file=sys.stderr)
     return peers
+
+
+def start_peer(system: str, setting: dict, options) -> "Peer | LlamaBench":
+    """Raises: PeerMissing."""
+    if system == "llama.cpp" and options.llama_bench:
+        return LlamaBench(options.llama_bench, setting)
+    with tempfile.TemporaryDirectory(prefix="numadist-") as folder:
+        python = interpreter(system, options)
+        if system == "llama.cpp":
+            setting["gguf"] = gguf_file(setting["model"], options.dtype, Path(folder))
+        return Peer(python, FOLDER / SCRIPTS[system], setting)
 
 
 class PeerMissing(Exception):
@@ -238,6 +271,10 @@ def interpreter(system: str, options) -> str:
         raise PeerMissing("not installed: pip install openvino")
     if system != "llama.cpp":
         return sys.executable
+    if options.max_isa:
+        raise PeerMissing(
+            "it knows no limit; name a llama-batched-bench built for such a CPU by --llama-bench"
+        )
     if subprocess.run([options.llama_python, "-c", "import llama_cpp"], capture_output=True).returncode:
         raise PeerMissing(
             f"{options.llama_python} has no llama-cpp-python; name one that has by --llama-python"
@@ -255,25 +292,28 @@ def gguf_file(name: str, dtype: str, folder: Path) -> str:
     return str(path)
 
 
+def on_cpus(cpus: list[int], command: list[str]) -> list[str]:
+    """The command with all these CPUs, whatever those of the rank are that starts it."""
+    return [sys.executable, str(FOLDER / "decode_peer.py"), format_list(cpus), *command]
+
+
+def outside_environment() -> dict[str, str]:
+    """Without numarun's threads and places, which are those of one rank."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KMP_", "NUMADIST_"))}
+
+
 class Peer:
     """A system on the same cores, in a process of its own; rank 0 talks to it by lines (decode_protocol.py)."""
 
     def __init__(self, python: str, script: Path, setting: dict):
-        # numarun's threads and places are those of one rank.
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KMP_", "NUMADIST_"))}
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                str(FOLDER / "decode_peer.py"),
-                format_list(setting["cpus"]),
-                python,
-                str(script),
-            ],
+            on_cpus(setting["cpus"], [python, str(script)]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=outside_environment(),
         )
+        self.pid = self.process.pid
         ready = self._ask(setting)
         self.tokens, self.precision = ready["tokens"], ready["precision"]
         self.decode()
@@ -296,39 +336,71 @@ class Peer:
         self.process.wait()
 
 
+class LlamaBench:
+    """llama.cpp by its program llama-batched-bench, on tokens of its own; started anew for every round."""
+
+    tokens, pid = None, None
+
+    def __init__(self, program: str, setting: dict):
+        rows, context, tokens = len(setting["prompts"]), len(setting["prompts"][0]), setting["tokens"]
+        self._folder = tempfile.TemporaryDirectory(prefix="numadist-")
+        file = gguf_file(setting["model"], setting["dtype"], Path(self._folder.name))
+        words = [program, "-m", file, "-t", len(setting["cpus"]), "-c", rows * (context + tokens)]
+        words += ["-b", 2048, "-ub", 512, "-npp", context, "-ntg", tokens, "-npl", rows]
+        self._rows, self._command = rows, on_cpus(setting["cpus"], [str(word) for word in words])
+        self.precision = "weights of the file, keys and values f16"
+        self.decode()
+
+    def decode(self) -> float:
+        """Seconds of a step. Raises: PeerMissing."""
+        environment = outside_environment()
+        done = subprocess.run(self._command, capture_output=True, text=True, env=environment)
+        for line in done.stdout.splitlines():
+            numbers = re.findall(r"[0-9.]+", line)
+            if line.startswith("|") and len(numbers) == 10:  # PP, TG, B, N_KV, T_PP, S_PP, T_TG, S_TG, T, S
+                return self._rows / float(numbers[7])
+        raise PeerMissing(f"it ended with exit code {done.returncode}: {done.stderr.strip()[-300:]}")
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+
 def rows_of(
-    name: str,
-    batch: int,
+    case: dict,
     times: dict[str, list[float]],
-    answers: dict[str, tuple[list[list[int]], str]],
+    answers: dict[str, tuple[list[list[int]] | None, str]],
     foreign: float,
 ) -> list[dict]:
-    """One a system. answers: new tokens and precision. ratio: its time over ours, above 1 where ours is faster;
-    interval of the median.
+    """One a system. answers: new tokens, None where they are not said, and precision.
+
+    ratio: its time over ours, above 1 where ours is faster; interval of the median.
     """
     rows = []
     for system, seconds in times.items():
         speed = ratio(Timing(seconds), Timing(times[OURS]))
-        row = {"model": name, "batch": batch, "system": system, "step_ms": [1e3 * s for s in seconds]}
-        row |= {"tokens_per_s": batch / statistics.median(seconds), "foreign_cores": foreign}
+        row = {**case, "system": system, "step_ms": [1e3 * s for s in seconds]}
+        row |= {"tokens_per_s": case["batch"] / statistics.median(seconds), "foreign_cores": foreign}
         row |= {"ratio": speed.median, "ratio_interval": [speed.low, speed.high], "verdict": speed.verdict}
         if system != OURS:
             tokens, row["precision"] = answers[system]
-            pairs = [zip(x, y, strict=True) for x, y in zip(answers[OURS][0], tokens, strict=True)]
-            row["same_tokens"] = statistics.fmean(a == b for pair in pairs for a, b in pair)
+            row["same_tokens"] = None if tokens is None else share_of_same(answers[OURS][0], tokens)
         rows.append(row)
     return rows
 
 
+def share_of_same(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    pairs = [zip(x, y, strict=True) for x, y in zip(ours, theirs, strict=True)]
+    return statistics.fmean(a == b for pair in pairs for a, b in pair)
+
+
 def line(row: dict) -> str:
     ms = row["step_ms"]
-    text = f"{row['model']:<9}{row['batch']:>5}  {row['system']:<14}{statistics.median(ms):>7.1f} "
+    text = f"{row['model']:<14}{row['dtype']:<9}{row['batch']:>5}  {row['system']:<14}{statistics.median(ms):>7.1f} "
     text += f"{f'[{min(ms):.1f}-{max(ms):.1f}]':<14}{row['tokens_per_s']:>7.1f}"
     if row["system"] != OURS:
         low, high = row["ratio_interval"]
-        text += (
-            f"   {row['ratio']:.2f} [{low:.2f}-{high:.2f}] ours {row['verdict']:<7}{row['same_tokens']:>5.0%}"
-        )
+        same = "-" if row["same_tokens"] is None else f"{row['same_tokens']:.0%}"
+        text += f"   {row['ratio']:.2f} [{low:.2f}-{high:.2f}] ours {row['verdict']:<7}{same:>5}"
         text += f"  {row['precision']}"
     elif row["foreign_cores"] > 0.2:
         text += f"   noisy: {row['foreign_cores']:.1f} cores busy with other work"
@@ -336,7 +408,9 @@ def line(row: dict) -> str:
 
 
 def table(rows: list[dict]) -> list[str]:
-    header = f"{'model':<9}{'batch':>5}  {'system':<14}{'ms a step':>9} {'[range]':<12}{'tok/s':>7}"
+    header = (
+        f"{'model':<14}{'dtype':<9}{'batch':>5}  {'system':<14}{'ms a step':>9} {'[range]':<12}{'tok/s':>7}"
+    )
     return ["", f"{header}   its time / ours [95 %]   same tokens, precision", *map(line, rows)]
 
 

@@ -68,7 +68,11 @@ class Decoder:
         self.first = logits[:, -1].argmax(-1)
         past = [t for layer in cache.layers for t in (layer.keys, layer.values)]
         self.past = [_ov_tensor(t) for t in past]
-        self.request = _compiled(model, past, self.first, setting["dtype"], threads).create_infer_request()
+        # Under a limit it takes bf16 for possible still, and then finds no kernel.
+        kind = "bf16" if setting["dtype"] == "bfloat16" and not setting["max_isa"] else "f32"
+        if kind == "f32":
+            self.past = [_ov_tensor(t.float()) for t in past]
+        self.request = _compiled(model, past, self.first, kind, threads).create_infer_request()
 
     def decode(self) -> Iterator[list[int]]:
         for state in self.request.query_state():
@@ -87,7 +91,7 @@ def cache_name(model: torch.nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def _compiled(model, past, first, dtype: str, threads: int) -> ov.CompiledModel:
+def _compiled(model, past, first, kind: str, threads: int) -> ov.CompiledModel:
     length = Dim("past", min=2, max=1 << 20)
     step = Step(model)
     rows = len(first)
@@ -114,7 +118,6 @@ def _compiled(model, past, first, dtype: str, threads: int) -> ov.CompiledModel:
             nothing = opset.constant(0.0, op.get_output_element_type(0))
             op.set_arguments([opset.broadcast(nothing, np.array([rows, heads, 0, size]))])
     converted.validate_nodes_and_infer_types()
-    kind = "bf16" if dtype == "bfloat16" else "f32"
     options = {
         "INFERENCE_NUM_THREADS": threads,
         "INFERENCE_PRECISION_HINT": kind,

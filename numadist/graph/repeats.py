@@ -163,7 +163,7 @@ class _Trunk:
             gaps = tuple(b - a for a, b in itertools.pairwise(found))
             if gaps and gaps not in tried:
                 tried[gaps] = self._moved(found)
-        every = [cuts for moved in tried.values() for cuts in moved]
+        every = [cuts for moved in tried.values() for cuts in moved if self._leaves_lists_whole(cuts)]
         return _by_preference(every, self.cost)[:_CANDIDATES]
 
     def _moved(self, marks: list[int]) -> list[list[int]]:
@@ -176,6 +176,10 @@ class _Trunk:
             for shift in shifts
             if width[shift] == min(width.values())
         ]
+
+    def _leaves_lists_whole(self, cuts: list[int]) -> bool:
+        """Whether only tensors cross the cuts: a list of them cannot be handed on."""
+        return all(self.widths[cut] < _NEVER for cut in cuts if cut < len(self.seq))
 
     def _with_end(self, cuts: list[int]) -> list[int]:
         """The cuts, and one behind the last layer if it has the labels of another one."""

@@ -12,6 +12,7 @@ import transformers
 
 from numadist import models
 from numadist.generation.step import capture_step
+from numadist.graph import query
 from numadist.graph.repeats import divide
 from numadist.pipeline.stages import capture
 
@@ -132,3 +133,49 @@ def test_a_graph_with_other_calls_is_refused():
     traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(8, 8)))
     with pytest.raises(ValueError, match="call_module 0"):
         divide(traced)
+
+
+class SplittingLayer(torch.nn.Module):
+    """Has lists of tensors three times, so that getitems come in a rhythm of their own."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"qkv": (8, 24), "out": (8, 8), "up": (8, 12), "down": (12, 8)}
+        self.linears = torch.nn.ModuleDict(
+            {name: torch.nn.Linear(*size, bias=False) for name, size in sizes.items()}
+        )
+        self.scales = torch.nn.ParameterList(torch.rand(8) for _ in range(2))
+
+    def forward(self, x, y):
+        q, k, v = torch.split(self.linears["qkv"](x), [8, 8, 8], -1)
+        x, y = self.joined(self.linears["out"](torch.softmax(q * k, -1) * v), y, self.scales[0])
+        return self.joined(self.linears["down"](torch.relu(self.linears["up"](x))), y, self.scales[1])
+
+    def joined(self, x, y, scale):
+        y, x = torch.split(torch.cat([x + y, torch.sigmoid(x + y) * scale], -1), [8, 8], -1)
+        return x, y
+
+
+class SplittingModel(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(SplittingLayer() for _ in range(layers))
+        self.norm, self.head = torch.nn.LayerNorm(8), torch.nn.Linear(8, 5)
+
+    def forward(self, y):
+        x = self.norm(y)
+        for layer in self.layers:
+            x, y = layer(x, y)
+        return self.head(x)
+
+
+def test_no_list_of_tensors_leaves_a_part():
+    """Getitems mark candidates for cuts as all nodes do, but behind their list."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 8)
+    gm = torch.export.export(SplittingModel(6), (x,)).module()
+    division, (seen,) = run_divided(gm, [x])
+    torch.testing.assert_close(seen, gm(x), rtol=0, atol=0)
+    left = [query.value(node) for call in division.calls for node in call.outputs]
+    assert all(isinstance(value, torch.Tensor) for value in left), [type(value).__name__ for value in left]
+    assert len(division.parts) < len(division.calls), "layers are found still"
