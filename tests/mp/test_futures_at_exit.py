@@ -6,32 +6,33 @@ from numarun_process import needs_two_cores, run
 pytestmark = [pytest.mark.mp, needs_two_cores]
 
 SCRIPT = """
-import sys, time
+import threading, time
 import torch, torch.distributed as dist
 from numadist.comm import works
-works.END_S = 1.0
+works.END_S = {limit_s}
 dist.init_process_group("numa")
 never = torch.futures.Future()
+began = threading.Event()
 
 def slow(future):
+    began.set()
     time.sleep(0.3)
     torch.ones(3).sum()
     print("result", float(future.value()[0][0]), flush=True)
 
 def stuck(future):
+    began.set()
     never.wait()
 
-x = torch.ones(4)
-dist.all_reduce(x, async_op=True).get_future().then({callback})
-while x[0] == 1:
-    time.sleep(0.01)
+dist.all_reduce(torch.ones(4), async_op=True).get_future().then({callback})
+began.wait()
 {last}
 """
 
 
-def end(tmp_path, callback, last=""):
+def end(tmp_path, callback, last="", limit_s=600.0):
     path = tmp_path / "script.py"
-    path.write_text(SCRIPT.format(callback=callback, last=last))
+    path.write_text(SCRIPT.format(callback=callback, last=last, limit_s=limit_s))
     return run(path, "--quiet", "--nproc-per-node", "2")
 
 
@@ -47,5 +48,5 @@ def test_a_script_that_fails_meanwhile_ends_with_its_own_error(tmp_path):
 
 
 def test_a_callback_that_waits_for_ever_does_not_keep_the_process(tmp_path):
-    done = end(tmp_path, "stuck")
+    done = end(tmp_path, "stuck", limit_s=1.0)
     assert done.returncode == 0, done.stderr
