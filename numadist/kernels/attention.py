@@ -22,8 +22,11 @@ _CODES = {torch.bfloat16: int(Dtype.BF16), torch.float16: int(Dtype.F16), torch.
 _MASKS = {torch.bool: MaskKind.BOOL, torch.bfloat16: MaskKind.BF16, torch.float32: MaskKind.F32}
 
 _LIBRARY = torch.library.Library("numadist", "FRAGMENT")
+# Takes any strides but of the last dim. Without the tag Inductor gives it those it was captured with, and copies a
+# cache whose rows lie further apart, in every layer of every step.
 _LIBRARY.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale) -> Tensor"
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale) -> Tensor",
+    tags=(torch.Tag.needs_fixed_stride_order,),
 )
 
 

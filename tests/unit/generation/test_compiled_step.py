@@ -7,6 +7,7 @@ pytest.importorskip("transformers", reason="needs the extra `models`")
 
 from rank_threads import generators, hugging_face, prompts
 
+from numadist import _native_kernels
 from numadist.kernels import skinny
 from numadist.lowering.one_token_attention import one_token_attention
 from numadist.lowering.packing import can_pack
@@ -64,6 +65,25 @@ def test_both_phases_hold_the_same_weights_once():
     assert [name for name, p in plain.items() if p.dim() > 1] == ["model.model.embed_tokens.weight"]
     held = sum(p.numel() for p in plain.values()) + sum(prefill[name].numel() for name in packed)
     assert held * 4 == whole.local_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+def test_attention_of_several_rows_reads_the_cache_itself(name, monkeypatch):
+    """Not a copy of it, although its rows lie further apart than the slots that are in use are long."""
+    (generator,) = generators(name, 1, max_length=200, compile=True)
+    cache = generator.runner.kv.tensors
+    assert cache[0].shape[2] > 64, "rows follow each other as they are read, so none would be copied"
+    read = []
+
+    def attention(*args):
+        read.extend(args[4:6])  # of keys and values
+        return native_attention(*args)
+
+    native_attention = _native_kernels.attention
+    monkeypatch.setattr(_native_kernels, "attention", attention)
+    generator.generate(prompts(5, 17), max_new_tokens=3, eos_token_id=())
+    assert len(read) > 2 * len(cache), "a prompt each row, and a step"
+    assert all(any(0 <= at - t.data_ptr() < t.nbytes for t in cache) for at in read)
 
 
 def test_eager_phases_run_one_graph():
