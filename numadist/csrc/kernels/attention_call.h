@@ -36,6 +36,12 @@ ND_INLINE const char* mask_at(const Attention& a, int batch, int head, int query
   return static_cast<const char*>(a.mask) + (offset(a.mask_stride, batch, head, query) + key) * mask_bytes(a);
 }
 
+// How many keys a query sees of the first `keys`, if hidden ones in between count too. mask: of bools.
+ND_INLINE int seen_keys(const char* mask, int keys) {
+  while (keys > 0 && !mask[keys - 1]) --keys;
+  return keys;
+}
+
 // Ranges of keys that single queries are cut into.
 inline int ranges_of(const NdAttention& a) { return std::min(kMaxRanges, blocks_of(a.keys, kRange)); }
 

@@ -12,32 +12,33 @@ inline void store_row(Element* out, const float* y, int dim) {
 
 // ---- single queries; what waits for memory is as in attention_one-inl.h ----
 
-// q . k of kLanes keys; those past `keys` read the first one again.
-inline Vec scores_of(const float* q, const Element* k, ptrdiff_t stride, int keys, int dim) {
+constexpr int kLine = 64 / int(sizeof(Element));  // of a cache
+
+// q . k of kLanes keys; those past `keys` read the first one again. v: what is read next.
+inline Vec scores_of(const float* q, const Element* k, ptrdiff_t stride, int keys, int dim, const Element* v,
+                     ptrdiff_t v_stride) {
   Vec sums[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < int(kLanes); ++i) {
     const Element* key = k + (i < keys ? i : 0) * stride;
-    for (int d = 0; d < dim; d += 64 / int(sizeof(Element))) __builtin_prefetch(key + kKeyBlock * stride + d);
+    for (int d = 0; d < dim; d += kLine) __builtin_prefetch(v + (i < keys ? i : 0) * v_stride + d);
     sums[i] = Vec{};
     for (int d = 0; d < dim; d += int(kLanes)) sums[i] += load(q + d) * Kind::load(key + d);
   }
   return sum_each(sums);
 }
 
-// out = out * rescale + weights . v, V vectors of columns.
+// out = out * rescale + weights . v, V vectors of columns. next: keys that are read next.
 template <int V>
 inline void add_values(float* out, float rescale, const float* weights, const Element* v, ptrdiff_t stride,
-                       int keys) {
+                       int keys, const Element* next, ptrdiff_t next_stride) {
   Vec sums[V];
 #pragma GCC unroll 4
   for (int j = 0; j < V; ++j) sums[j] = load(out + j * kLanes) * rescale;
-  for (int i = 0; i < keys; ++i, v += stride) {
+  for (int i = 0; i < keys; ++i, v += stride, next += next_stride) {
+    for (int d = 0; d < V * int(kLanes); d += kLine) __builtin_prefetch(next + d);
 #pragma GCC unroll 4
-    for (int j = 0; j < V; ++j) {
-      __builtin_prefetch(v + kKeyBlock * stride + j * kLanes);
-      sums[j] += weights[i] * Kind::load(v + j * kLanes);
-    }
+    for (int j = 0; j < V; ++j) sums[j] += weights[i] * Kind::load(v + j * kLanes);
   }
 #pragma GCC unroll 4
   for (int j = 0; j < V; ++j) store(out + j * kLanes, sums[j]);
@@ -61,25 +62,29 @@ inline bool softmax_block(Partial& p, float* scores, int keys, float* rescale) {
   return true;
 }
 
-// One query head over one block of keys, from key `begin` on.
-inline void add_block(Partial& p, const Attention& a, int batch, int head, int begin, int keys) {
+// One query head over one block of keys, from key `begin` on. next: the keys that are read after it.
+inline void add_block(Partial& p, const Attention& a, int batch, int head, int begin, int keys,
+                      const Element* next) {
   const int kv_head = head / (a.heads / a.kv_heads), lanes = int(kLanes);
   const auto* k = static_cast<const Element*>(a.k) + offset(a.k_stride, batch, kv_head, begin);
   const auto* v = static_cast<const Element*>(a.v) + offset(a.v_stride, batch, kv_head, begin);
   const char* mask = mask_at(a, batch, head, 0, begin);
-  if (a.mask_kind == ND_MASK_BOOL && hides_all(mask, 0, 1, keys)) return;
+  if (a.mask_kind == ND_MASK_BOOL) keys = seen_keys(mask, keys);
+  if (keys == 0) return;
   alignas(64) float scores[kKeyBlock], q[kMaxHeadDim];
   widen_row(static_cast<const Element*>(a.q) + offset(a.q_stride, batch, head, 0), q, a.head_dim);
   for (int i = 0; i < keys; i += lanes) {
-    const Vec s = scores_of(q, k + i * a.k_stride[2], a.k_stride[2], keys - i, a.head_dim);
+    const Vec s = scores_of(q, k + i * a.k_stride[2], a.k_stride[2], keys - i, a.head_dim,
+                            v + i * a.v_stride[2], a.v_stride[2]);
     store(scores + i, masked(s * (a.scale * kLog2E), a, mask, i, keys));
   }
   float rescale = 0;
   if (!softmax_block(p, scores, keys, &rescale)) return;
   int d = 0;
   for (; d + 4 * lanes <= a.head_dim; d += 4 * lanes)
-    add_values<4>(p.out + d, rescale, scores, v + d, a.v_stride[2], keys);
-  for (; d < a.head_dim; d += lanes) add_values<1>(p.out + d, rescale, scores, v + d, a.v_stride[2], keys);
+    add_values<4>(p.out + d, rescale, scores, v + d, a.v_stride[2], keys, next + d, a.k_stride[2]);
+  for (; d < a.head_dim; d += lanes)
+    add_values<1>(p.out + d, rescale, scores, v + d, a.v_stride[2], keys, next + d, a.k_stride[2]);
 }
 
 #include "kernels/attention_range-inl.h"

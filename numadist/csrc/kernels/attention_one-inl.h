@@ -22,24 +22,26 @@ inline Zmm sum_each(const Zmm v[16]) {
   return add_lanes(add_lanes(w[0], w[1]), add_lanes(w[2], w[3]));
 }
 
-// q . k of 16 keys; those past `keys` read the first one again.
-inline Zmm scores_of(const uint16_t* q, const uint16_t* k, ptrdiff_t stride, int keys, int dim) {
+// q . k of 16 keys; those past `keys` read the first one again. v: what is read next.
+inline Zmm scores_of(const uint16_t* q, const uint16_t* k, ptrdiff_t stride, int keys, int dim,
+                     const uint16_t* v, ptrdiff_t v_stride) {
   Zmm sums[16];
   for (int i = 0; i < 16; ++i) {
     const uint16_t* key = k + (i < keys ? i : 0) * stride;
+    const uint16_t* value = v + (i < keys ? i : 0) * v_stride;
     sums[i] = _mm512_setzero_ps();
     for (int d = 0; d < dim; d += 32) {
-      _mm_prefetch((const char*)(key + kKeyBlock * stride + d), _MM_HINT_T0);
+      _mm_prefetch((const char*)(value + d), _MM_HINT_T0);
       sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)load_bits(q + d), (__m512bh)load_bits(key + d));
     }
   }
   return sum_each(sums);
 }
 
-// out = out * rescale + weights . v, 64 columns at a time.
+// out = out * rescale + weights . v, 64 columns at a time. next: keys that are read next.
 template <int Vectors>
 inline void add_values(float* out, float rescale, const float* weights, const uint16_t* v, ptrdiff_t stride,
-                       int keys) {
+                       int keys, const uint16_t* next, ptrdiff_t next_stride) {
   // A register of 32 bf16 gives f32 of the even columns and of the odd ones.
   Zmm even[Vectors], odd[Vectors];
   const Bits high = _mm512_set1_epi32(int(0xffff0000));
@@ -48,7 +50,7 @@ inline void add_values(float* out, float rescale, const float* weights, const ui
     const Zmm weight = _mm512_set1_ps(weights[i]);
     for (int j = 0; j < Vectors; ++j) {
       const uint16_t* at = v + i * stride + 32 * j;
-      _mm_prefetch((const char*)(at + kKeyBlock * stride), _MM_HINT_T0);
+      _mm_prefetch((const char*)(next + i * next_stride + 32 * j), _MM_HINT_T0);
       const Bits both = load_bits(at);
       even[j] = _mm512_fmadd_ps((Zmm)_mm512_slli_epi32(both, 16), weight, even[j]);
       odd[j] = _mm512_fmadd_ps((Zmm)_mm512_and_si512(both, high), weight, odd[j]);
@@ -66,21 +68,24 @@ inline void add_values(float* out, float rescale, const float* weights, const ui
   }
 }
 
-// One query head over one block of keys, from key `begin` on.
-inline void add_block(Partial& p, const Attention& a, int batch, int head, int begin, int keys) {
+// One query head over one block of keys, from key `begin` on. next: the keys that are read after it.
+inline void add_block(Partial& p, const Attention& a, int batch, int head, int begin, int keys,
+                      const uint16_t* next) {
   const int kv_head = head / (a.heads / a.kv_heads);
   const auto* q = static_cast<const uint16_t*>(a.q) + offset(a.q_stride, batch, head, 0);
   const auto* k = static_cast<const uint16_t*>(a.k) + offset(a.k_stride, batch, kv_head, begin);
   const auto* v = static_cast<const uint16_t*>(a.v) + offset(a.v_stride, batch, kv_head, begin);
   const char* mask = mask_at(a, batch, head, 0, begin);
-  if (a.mask_kind == ND_MASK_BOOL && hides_all(mask, 0, 1, keys)) return;
+  if (a.mask_kind == ND_MASK_BOOL) keys = seen_keys(mask, keys);
+  if (keys == 0) return;
   const Zmm scale = _mm512_set1_ps(a.scale * kLog2E);
   Zmm s[kKeyBlock / 16], top = _mm512_set1_ps(-INFINITY);
   __mmask16 nan = 0;
   for (int j = 0; j < kKeyBlock / 16; ++j) {
     s[j] = _mm512_set1_ps(-INFINITY);
     if (16 * j >= keys) continue;
-    s[j] = _mm512_mul_ps(scores_of(q, k + 16 * j * a.k_stride[2], a.k_stride[2], keys - 16 * j, a.head_dim),
+    s[j] = _mm512_mul_ps(scores_of(q, k + 16 * j * a.k_stride[2], a.k_stride[2], keys - 16 * j, a.head_dim,
+                                   v + 16 * j * a.v_stride[2], a.v_stride[2]),
                          scale);
     s[j] = masked(s[j], a, mask, 16 * j, keys);
     top = _mm512_max_ps(top, s[j]);
@@ -100,8 +105,9 @@ inline void add_block(Partial& p, const Attention& a, int batch, int head, int b
   p.highest = now;
   int d = 0;
   for (; d + 64 <= a.head_dim; d += 64)
-    add_values<2>(p.out + d, rescale, weights, v + d, a.v_stride[2], keys);
-  if (d < a.head_dim) add_values<1>(p.out + d, rescale, weights, v + d, a.v_stride[2], keys);
+    add_values<2>(p.out + d, rescale, weights, v + d, a.v_stride[2], keys, next + d, a.k_stride[2]);
+  if (d < a.head_dim)
+    add_values<1>(p.out + d, rescale, weights, v + d, a.v_stride[2], keys, next + d, a.k_stride[2]);
 }
 
 inline void store_row(uint16_t* out, const float* y, int dim) {

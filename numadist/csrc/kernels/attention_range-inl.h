@@ -1,7 +1,20 @@
 // Single queries of any dtype by ranges of keys. Included inside the namespace of an ISA and a dtype, which has
 //   using Element: what q, k, v and out are made of
-//   void add_block(Partial&, const Attention&, int batch, int head, int begin, int keys): a query, a block
+//   void add_block(Partial&, const Attention&, int batch, int head, int begin, int keys, const Element* next): a query, a
+//     block, and the keys after it
 //   void store_row(Element* out, const float* y, int dim)
+
+inline const Element* keys_at(const Attention& a, int batch, int kv_head, int key) {
+  return static_cast<const Element*>(a.k) + offset(a.k_stride, batch, kv_head, key);
+}
+
+// What is read after the block at `key` of a range from `begin` on: the next block, or the next head's first. It is
+// asked for early, and nothing else is: hidden keys are as far away as others.
+inline const Element* keys_after(const Attention& a, int batch, int kv_head, int begin, int key, int end) {
+  if (key + kKeyBlock < end) return keys_at(a, batch, kv_head, key + kKeyBlock);
+  if (kv_head + 1 < a.kv_heads) return keys_at(a, batch, kv_head + 1, begin);
+  return batch + 1 < a.batch ? keys_at(a, batch + 1, 0, begin) : keys_at(a, batch, kv_head, key);
+}
 
 // All query heads of a KV head over keys [begin, end): a block of keys stays in the cache for all of them.
 inline void attend_range(const Attention& a, int batch, int kv_head, int range, int ranges, int begin,
@@ -18,7 +31,9 @@ inline void attend_range(const Attention& a, int batch, int kv_head, int range, 
     for (int i = 0; i < shared; ++i) {
       const int head = kv_head * shared + i;
       Partial p = partial_at(a, batch * a.heads + head, range, ranges);
-      add_block(p, a, batch, head, key, std::min(kKeyBlock, end - key));
+      const Element* next =
+          i + 1 < shared ? keys_at(a, batch, kv_head, key) : keys_after(a, batch, kv_head, begin, key, end);
+      add_block(p, a, batch, head, key, std::min(kKeyBlock, end - key), next);
       store_partial(p);
     }
 }
