@@ -281,10 +281,6 @@ def node_set(nodes: Iterable[int]) -> ctypes.Array:
     return words
 
 
-def _nodes_of(words: ctypes.Array) -> frozenset[int]:
-    return frozenset(64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1)
-
-
 # ---- memory ----------------------------------------------------------------------------------------------
 
 
@@ -308,7 +304,7 @@ def bound_nodes(address: int) -> frozenset[int]:
     """The nodes the kernel keeps for the page at an address; empty without a policy."""
     words = _NodeSet()
     check(lib.nd_bound_nodes(address, words), "read the memory policy")
-    return _nodes_of(words)
+    return frozenset(64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1)
 
 
 def advise_huge(address: int, num_bytes: int) -> int:
@@ -321,13 +317,17 @@ def touch_memory(address: int, num_bytes: int) -> int:
     return lib.nd_touch(address, num_bytes)
 
 
+def num_pages(address: int, num_bytes: int) -> int:
+    """Pages a range lies on, wholly or in part."""
+    page = os.sysconf("SC_PAGESIZE")
+    return 0 if num_bytes == 0 else (address + num_bytes - 1) // page - address // page + 1
+
+
 def page_nodes(address: int, num_bytes: int) -> list[int]:
     """Node of every page of a range; negative errno where there is none: not yet touched."""
-    page = os.sysconf("SC_PAGESIZE")
-    count = 0 if num_bytes == 0 else (address + num_bytes - 1) // page - address // page + 1
-    nodes = (c_int32 * max(count, 1))()
+    nodes = (c_int32 * num_pages(address, num_bytes))()
     check(lib.nd_page_nodes(address, num_bytes, nodes), f"ask where {num_bytes} bytes are")
-    return list(nodes[:count])
+    return list(nodes)
 
 
 # ---- reductions ------------------------------------------------------------------------------------------

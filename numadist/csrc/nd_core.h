@@ -59,7 +59,7 @@ ND_API int nd_advise_huge(void* addr, size_t bytes);
 /* Fault in every page of a writable range for writing, keeping its contents. */
 ND_API int nd_touch(void* addr, size_t bytes);
 
-/* nodes[i] = node of page i of the range (base pages), or a negative errno: there is none, it was not yet touched. */
+/* nodes[i] = node of page i of a readable range (base pages), or a negative errno: there is none, it was not yet touched. */
 ND_API int nd_page_nodes(const void* addr, size_t bytes, int32_t* nodes);
 
 /* ==== reductions ==== */

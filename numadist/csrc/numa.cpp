@@ -72,32 +72,49 @@ int nd_touch(void* addr, size_t bytes) {
   return 0;
 }
 
-// What the kernel moves just now, to make room for huge pages, has no node for the moment. Such a page is resident, which
-// one that was never touched is not.
-static bool is_being_moved(void* page, int32_t node) {
+// move_pages knows no node (ENOENT, of a huge page EFAULT) of what the kernel moves just now, to make room for huge pages,
+// or has marked to see who uses it (automatic NUMA balancing). Such a page is resident, which one never touched is not, and
+// reading it waits for the end of the move and takes the mark away.
+static bool is_hidden(void* page, int32_t node) {
   unsigned char resident = 0;
-  return node == -ENOENT && mincore(page, page_size(), &resident) == 0 && (resident & 1);
+  if (node >= 0 || mincore(page, page_size(), &resident) != 0 || !(resident & 1)) return false;
+  static_cast<void>(*static_cast<volatile char*>(page));
+  return true;
+}
+
+// The nodes of n pages, at most kBatch; 0 or -errno. *tries: how often those that were hidden may still be asked for again.
+constexpr size_t kBatch = 1024;
+static int batch_nodes(char* first, size_t n, int* tries, int32_t* nodes) {
+  void* asked[kBatch];
+  size_t index[kBatch];
+  int32_t seen[kBatch];
+  for (size_t i = 0; i < n; ++i) {
+    asked[i] = first + i * page_size();
+    index[i] = i;
+  }
+  for (;;) {
+    // Without target nodes move_pages moves nothing and reports where each page is.
+    if (syscall(SYS_move_pages, 0, n, asked, nullptr, seen, 0) != 0) return -errno;
+    size_t again = 0;
+    for (size_t i = 0; i < n; ++i) {
+      nodes[index[i]] = seen[i];
+      if (!is_hidden(asked[i], seen[i])) continue;
+      index[again] = index[i];
+      asked[again++] = asked[i];
+    }
+    n = again;
+    if (n == 0 || *tries == 0) return 0;
+    --*tries;
+  }
 }
 
 int nd_page_nodes(const void* addr, size_t bytes, int32_t* nodes) {
-  constexpr size_t kBatch = 1024;
-  constexpr int kMostWaits =
-      200;  // of a millisecond, in all: a page of a file may be resident, yet not mapped
   const Pages pages(addr, bytes);
-  const size_t page = page_size();
-  int waits = 0;
-  void* batch[kBatch];
-  for (size_t done = 0; done < pages.count; done += kBatch) {
+  int tries = 200;  // of the whole range: the zero page is resident, yet on no node
+  int result = 0;
+  for (size_t done = 0; done < pages.count && result == 0; done += kBatch) {
     const size_t n = pages.count - done < kBatch ? pages.count - done : kBatch;
-    for (size_t i = 0; i < n; ++i) batch[i] = pages.first + (done + i) * page;
-    for (bool again = true; again;) {
-      // Without target nodes move_pages moves nothing and reports where each page is.
-      if (syscall(SYS_move_pages, 0, n, batch, nullptr, nodes + done, 0) != 0) return -errno;
-      again = false;
-      for (size_t i = 0; i < n && !again; ++i) again = is_being_moved(batch[i], nodes[done + i]);
-      again = again && ++waits <= kMostWaits;
-      if (again) usleep(1000);
-    }
+    result = batch_nodes(pages.first + done * page_size(), n, &tries, nodes + done);
   }
-  return 0;
+  return result;
 }

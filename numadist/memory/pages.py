@@ -1,6 +1,5 @@
 """Where the pages of a tensor really are, asked of the kernel."""
 
-import os
 from collections import Counter
 
 import torch
@@ -31,6 +30,4 @@ def page_nodes(t: Tensor) -> dict[int, int]:
 
 def num_pages(t: Tensor) -> int:
     """Number of pages a tensor lies on, wholly or in part."""
-    address, num_bytes = byte_range(t)
-    page = os.sysconf("SC_PAGESIZE")
-    return 0 if num_bytes == 0 else (address + num_bytes - 1) // page - address // page + 1
+    return _native.num_pages(*byte_range(t))

@@ -99,8 +99,9 @@ def test_each_ranks_part_of_the_segment_is_on_its_node(two_nodes):
 def test_pages_that_are_being_moved_are_found(two_nodes):
     check = two_nodes["moving_pages"]
     assert check.exit_code == 0, check.stderr
-    assert check.only["moves"] > 0
-    assert check.only["missed"] == 0
+    for pages in ("small", "huge"):
+        assert check.only[pages]["moved"] > 0
+        assert check.only[pages]["missed"] == 0
     assert all(node < 0 for node in check.only["untouched"])
 
 
