@@ -22,7 +22,6 @@ import itertools
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import llama_bench
 import torch
 import torch.distributed as dist
 from older_cpu import LIMITS, limited
@@ -347,7 +347,7 @@ class LlamaBench:
         file = gguf_file(setting["model"], setting["dtype"], Path(self._folder.name))
         words = [program, "-m", file, "-t", len(setting["cpus"]), "-c", rows * (context + tokens)]
         words += ["-b", 2048, "-ub", 512, "-npp", context, "-ntg", tokens, "-npl", rows]
-        self._rows, self._command = rows, on_cpus(setting["cpus"], [str(word) for word in words])
+        self._command = on_cpus(setting["cpus"], [str(word) for word in words])
         self.precision = "weights of the file, keys and values f16"
         self.decode()
 
@@ -355,10 +355,8 @@ class LlamaBench:
         """Seconds of a step. Raises: PeerMissing."""
         environment = outside_environment()
         done = subprocess.run(self._command, capture_output=True, text=True, env=environment)
-        for line in done.stdout.splitlines():
-            numbers = re.findall(r"[0-9.]+", line)
-            if line.startswith("|") and len(numbers) == 10:  # PP, TG, B, N_KV, T_PP, S_PP, T_TG, S_TG, T, S
-                return self._rows / float(numbers[7])
+        for case in llama_bench.cases(done.stdout):
+            return case.rows / case.decode
         raise PeerMissing(f"it ended with exit code {done.returncode}: {done.stderr.strip()[-300:]}")
 
     def close(self) -> None:

@@ -10,13 +10,14 @@ then ours, each a start of its own; medians of the rounds, and their range.
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import llama_bench
 
 OURS, LLAMA = "numadist", "llama.cpp"
 CONTEXTS, BATCHES = (128, 512), (1, 8)
@@ -62,11 +63,7 @@ def of_llama_cpp(file: str, options: argparse.Namespace) -> Measured:
     command += ["-c", max(CONTEXTS) * max(BATCHES) * 2, "-b", 2048, "-ub", 512, "-ntg", options.tokens]
     command += ["-npp", ",".join(map(str, CONTEXTS)), "-npl", ",".join(map(str, BATCHES))]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True)
-    for line in done.stdout.splitlines():
-        numbers = re.findall(r"[0-9.]+", line)
-        if line.startswith("|") and len(numbers) == 10:
-            # PP, TG, B, N_KV, T_PP, S_PP, T_TG, S_TG, T, S
-            yield int(numbers[0]), int(numbers[2]), float(numbers[5]), float(numbers[7])
+    yield from llama_bench.cases(done.stdout)
 
 
 def of_ours(file: str, options: argparse.Namespace) -> Measured:

@@ -261,10 +261,7 @@ def quantized_linear(
     scales: Tensor,
     order: Tensor | None,
     bias: Tensor | None,
-    out_features: int,
-    in_features: int,
-    kind: int,
-    shared: int,
+    *layout: int,
     isa: int = 0,
 ) -> Tensor:
     """x W^T + bias in x's dtype, [..., K] -> [..., N]. isa: of supported_isas(). Weights: the fields of Packed.
@@ -272,6 +269,7 @@ def quantized_linear(
     Raises: NativeError for a dtype other than float32, bfloat16 and float16.
     """
     x = contiguous(x)
+    out_features, in_features, _, _ = layout
     num_rows = x.numel() // in_features
     y = kept(x.new_empty((*x.shape[:-1], out_features)))
     scratch = kept(x.new_empty(lib.nd_quantized_linear_scratch(num_rows, codes.shape[1]), dtype=torch.uint8))
@@ -280,7 +278,7 @@ def quantized_linear(
         isa,
         int(_CODES.get(x.dtype, -1)) if bias is None or bias.dtype == x.dtype else -1,
         x.data_ptr(),
-        _described(codes, scales, order, (out_features, in_features, kind, shared)),
+        _described(codes, scales, order, layout),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         scratch.data_ptr(),
@@ -297,10 +295,7 @@ def quantized_experts(
     codes: Tensor,
     scales: Tensor,
     order: Tensor | None,
-    out_features: int,
-    in_features: int,
-    kind: int,
-    shared: int,
+    *layout: int,
     isa: int = 0,
 ) -> Tensor:
     """Rows times the weights of the expert of each, [M, K] -> [M, N]; ends: int32, the row behind those of an expert.
@@ -308,14 +303,14 @@ def quantized_experts(
     Raises: NativeError for a dtype other than float32, bfloat16 and float16, or ends that are not of these rows.
     """
     x, ends = contiguous(x), contiguous(ends.int())
-    y = kept(x.new_empty((len(x), out_features)))
+    y = kept(x.new_empty((len(x), layout[0])))
     scratch = kept(x.new_empty(lib.nd_quantized_linear_scratch(len(x), codes.shape[1]), dtype=torch.uint8))
     call(
         lib.nd_quantized_experts,
         isa,
         int(_CODES.get(x.dtype, -1)),
         x.data_ptr(),
-        _described(codes, scales, order, (out_features, in_features, kind, shared)),
+        _described(codes, scales, order, layout),
         ends.data_ptr(),
         len(ends),
         y.data_ptr(),

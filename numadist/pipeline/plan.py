@@ -15,13 +15,12 @@ from numadist.graph.capture import CapturedModel
 from numadist.graph.query import set_tensor
 from numadist.pipeline.active_ranks import Member, check_count, members, possible_counts
 from numadist.pipeline.quantize import Quantization, check_quantization, planned_codes
-from numadist.pipeline.stages import capture, checkpoint_of
+from numadist.pipeline.stages import capture, checkpoint_of, weights_file
 from numadist.sharding.auto import choose_schema, divisors
 from numadist.sharding.build_schema import build_schema
 from numadist.sharding.reasons import warn_all_reduced, warn_left_alone
 from numadist.sharding.schema import CodedWeights, Schema
 from numadist.sharding.sequence import plan_sequence
-from numadist.weights.load import WeightsFile
 
 
 def plan(
@@ -87,12 +86,7 @@ def codes_for(
     check_quantization(quantization)
     if quantization is None:
         return {}
-    checkpoint = checkpoint_of(weights, model)
-    file = (
-        None
-        if checkpoint is None
-        else WeightsFile(checkpoint, captured.tied_names, captured.persistent_buffers)
-    )
+    file = weights_file(checkpoint_of(weights, model), captured)
     return planned_codes(captured.gm, file, quantization)
 
 

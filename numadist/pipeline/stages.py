@@ -134,9 +134,7 @@ def localize(
         apply(gm, schema, site.rank, site.emitter)
     if site.finish is not None:
         site.finish(gm)
-    file = None
-    if checkpoint is not None:
-        file = WeightsFile(checkpoint, captured.tied_names, captured.persistent_buffers)
+    file = weights_file(checkpoint, captured)
     if quantization is not None:
         quantize_parameters(gm, schema, site.rank, site.allocate, file, quantization)
     localize_parameters(gm, schema, site.rank, site.allocate, file, site.train)
@@ -166,6 +164,13 @@ def checkpoint_of(path: str | Path | None, model: torch.nn.Module, warn: bool = 
         buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
         checkpoint.warn_of_unused([*dict(model.named_parameters(remove_duplicate=False)), *buffers])
     return checkpoint
+
+
+def weights_file(checkpoint: Checkpoint | None, captured: CapturedModel) -> WeightsFile | None:
+    """The checkpoint, with what the model's other names for its parameters are."""
+    if checkpoint is None:
+        return None
+    return WeightsFile(checkpoint, captured.tied_names, captured.persistent_buffers)
 
 
 def _copied(gm: GraphModule) -> GraphModule:

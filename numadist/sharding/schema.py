@@ -119,9 +119,7 @@ class Schema:
     costs: Costs | None = None  # of an automatic choice
     sequence: Sequence | None = None  # sequence parallelism, if it was asked for
     group_size: int = 0
-    codes: dict[str, CodedWeights] = field(
-        default_factory=dict
-    )  # by parameter, if the plan was made for codes
+    codes: dict[str, CodedWeights] = field(default_factory=dict)  # by parameter, if it was planned for such
     graph: GraphModule | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

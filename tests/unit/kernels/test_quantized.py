@@ -41,7 +41,7 @@ def draw(bits: int, kind: Scales, shared: int, num_out: int, num_in: int) -> Qua
 def layer(x, q, bias=None, isa=0):
     p = pack(q)
     layout = p.out_features, p.in_features, int(p.kind), p.shared
-    return quantized.quantized_linear(x, p.codes, p.scales, p.order, bias, *layout, isa)
+    return quantized.quantized_linear(x, p.codes, p.scales, p.order, bias, *layout, isa=isa)
 
 
 def table(ids, q, dtype=torch.float32):
@@ -159,7 +159,7 @@ def test_each_row_meets_its_expert_alone(isa, bits, kind, shared):
     for ends in ([0, 1, 1, 2], [5, 5, 6, 40], [0, 0, 0, 0], [0, 0, 3, 3]):
         x_MK = torch.randn(ends[-1], 577)
         seen = quantized.quantized_experts(
-            x_MK, torch.tensor(ends, dtype=torch.int32), p.codes, p.scales, p.order, *layout, isa
+            x_MK, torch.tensor(ends, dtype=torch.int32), p.codes, p.scales, p.order, *layout, isa=isa
         )
         assert seen.shape == (ends[-1], 21)
         for expert, start, end in zip(experts, [0, *ends], ends, strict=False):
