@@ -5,7 +5,7 @@ int-quantized of compressed-tensors. Shapes: K inputs, N outputs, S scales an ou
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a folder's layers are quantized. zero_offset: what GPTQ's zeros lack."""
+    """How a folder's layers are quantized. zero_offset: what GPTQ's zeros lack. group_sizes: inputs of a scale, of any."""
 
     method: str
     bits: int
     zero_offset: int = 0
+    group_sizes: frozenset[int] = frozenset()
 
     @property
     def pieces(self) -> tuple[str, ...]:
@@ -52,12 +53,12 @@ def scheme_of(config: Mapping[str, Any] | None, where: object) -> Scheme | None:
     if method == "awq":
         version = str(config.get("version", "gemm")).lower()
         if config.get("bits", 4) == 4 and version == "gemm":
-            return Scheme("awq", 4)
+            return Scheme("awq", 4, group_sizes=_group_sizes([config]))
         raise _refused(where, f"AWQ of {config.get('bits')} bits, version {version}")
     if method == "gptq":
         version = str(config.get("checkpoint_format", "gptq"))
         if config.get("bits") in (4, 8) and version in ("gptq", "gptq_v2"):
-            return Scheme("gptq", config["bits"], int(version == "gptq"))
+            return Scheme("gptq", config["bits"], int(version == "gptq"), _group_sizes([config]))
         raise _refused(where, f"GPTQ of {config.get('bits')} bits, format {version}")
     if method == "compressed-tensors":
         return _compressed(config, where)
@@ -72,7 +73,13 @@ def _compressed(config: Mapping[str, Any], where: object) -> Scheme:
     wanted = {"pack-quantized": ({4}, {8}), "int-quantized": ({8},)}.get(form, ())
     if bits not in wanted or any(w.get("type", "int") != "int" for w in weights):
         raise _refused(where, f"compressed-tensors of format {form}, {sorted(map(str, bits))} bits")
-    return Scheme(form, bits.pop())
+    return Scheme(form, bits.pop(), group_sizes=_group_sizes(weights))
+
+
+def _group_sizes(options: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    """None or -1 is one scale an output."""
+    sizes = (one.get("group_size", one.get("q_group_size")) for one in options)
+    return frozenset(size for size in sizes if size is not None and size > 0)
 
 
 def _refused(where: object, what: str) -> ShardError:
@@ -129,7 +136,7 @@ def _gptq(scheme: Scheme, pieces: Mapping[str, Tensor]) -> Parts:
     scale_SN = pieces["scales"]
     group_of = pieces.get("g_idx")
     if group_of is None:
-        group_of = _even_groups(len(codes_KN), len(scale_SN))
+        group_of = _even_groups(scheme, len(codes_KN), len(scale_SN))
     return Parts(
         scheme.bits, codes_KN.t(), scale_SN.t(), _unless_middle(zeros.t(), scheme.bits), group_of.long()
     )
@@ -142,7 +149,7 @@ def _awq(scheme: Scheme, pieces: Mapping[str, Tensor]) -> Parts:
 
     codes_KN, scale_SN = in_order(pieces["qweight"]), pieces["scales"]
     zeros = in_order(pieces["qzeros"]).to(torch.int16)
-    groups = _even_groups(len(codes_KN), len(scale_SN))
+    groups = _even_groups(scheme, len(codes_KN), len(scale_SN))
     return Parts(4, codes_KN.t(), scale_SN.t(), _unless_middle(zeros.t(), 4), groups)
 
 
@@ -156,7 +163,7 @@ def _packed(scheme: Scheme, pieces: Mapping[str, Tensor]) -> Parts:
         zeros = _unless_middle(zeros, scheme.bits)
     group_of = pieces.get("weight_g_idx")
     if group_of is None or (group_of < 0).any():
-        group_of = _even_groups(num_in, scale_NS.shape[1])
+        group_of = _even_groups(scheme, num_in, scale_NS.shape[1])
     return Parts(scheme.bits, codes_NK, scale_NS, zeros, group_of.long())
 
 
@@ -166,7 +173,7 @@ def _whole_numbers(scheme: Scheme, pieces: Mapping[str, Tensor]) -> Parts:
     zeros = pieces.get("weight_zero_point")
     if zeros is not None:
         zeros = _unless_middle(zeros.to(torch.int16).expand(len(codes_NK), -1) + 128, 8)
-    return Parts(8, codes_NK, scale_NS, zeros, _even_groups(codes_NK.shape[1], scale_NS.shape[1]))
+    return Parts(8, codes_NK, scale_NS, zeros, _even_groups(scheme, codes_NK.shape[1], scale_NS.shape[1]))
 
 
 _PARTS = {"gptq": _gptq, "awq": _awq, "pack-quantized": _packed, "int-quantized": _whole_numbers}
@@ -180,8 +187,14 @@ def _words(words: Tensor, bits: int) -> Tensor:
     return torch.stack([bytes_ & 0xF, bytes_ >> 4], -1).flatten(1)
 
 
-def _even_groups(num_in: int, num_scales: int) -> Tensor:
-    return torch.arange(num_in) // math.ceil(num_in / num_scales)
+def _even_groups(scheme: Scheme, num_in: int, num_scales: int) -> Tensor:
+    """Where the file does not say which inputs a scale is for; the last scale may be for fewer than the others."""
+    sizes = [size for size in scheme.group_sizes if math.ceil(num_in / size) == num_scales]
+    if not sizes and num_in % num_scales == 0:
+        sizes = [num_in // num_scales]
+    if len(sizes) != 1:
+        raise ValueError(f"{num_scales} scales for {num_in} inputs, groups of {sorted(scheme.group_sizes)}")
+    return torch.arange(num_in) // sizes[0]
 
 
 def _unless_middle(zeros: Tensor, bits: int) -> Tensor | None:

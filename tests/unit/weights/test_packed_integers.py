@@ -15,8 +15,8 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 
 
-def compressed(form, bits):
-    weights = {"num_bits": bits, "type": "int", "strategy": "group"}
+def compressed(form, bits, group=64):
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": group}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -33,12 +33,24 @@ CASES = [
     (GPTQ | {"checkpoint_format": "gptq_v2"}, {"method": "gptq", "offset": 0}),
     (AWQ, {"method": "awq"}),
     (AWQ, {"method": "awq", "group": 32}),
-    (AWQ, {"method": "awq", "group": 256}),
+    (AWQ | {"group_size": -1}, {"method": "awq", "group": 256}),
+    (AWQ | {"group_size": 128}, {"method": "awq", "num_in": 192, "group": 128}),
     (compressed("pack-quantized", 4), {"method": "pack-quantized", "symmetric": True}),
     (compressed("pack-quantized", 4), {"method": "pack-quantized", "group": 128}),
     (compressed("pack-quantized", 4), {"method": "pack-quantized", "symmetric": True, "act_order": True}),
     (compressed("pack-quantized", 8), {"method": "pack-quantized", "bits": 8, "symmetric": True}),
-    (compressed("int-quantized", 8), {"method": "int-quantized", "bits": 8, "symmetric": True, "group": 256}),
+    (
+        compressed("pack-quantized", 4, 128),
+        {"method": "pack-quantized", "symmetric": True, "num_in": 192, "group": 128},
+    ),
+    (
+        compressed("int-quantized", 8, None),
+        {"method": "int-quantized", "bits": 8, "symmetric": True, "group": 256},
+    ),
+    (
+        compressed("int-quantized", 8, 128),
+        {"method": "int-quantized", "bits": 8, "symmetric": True, "num_in": 320, "group": 128},
+    ),
 ]
 
 
@@ -73,6 +85,17 @@ def test_a_checkpoint_gives_codes_and_widened_slices(config, how, tmp_path):
     assert torch.equal(out, weights[:, 40:])
     with pytest.raises(ShardError, match=r"a.weight has outputs and inputs .* parameter is \(7, 7\)"):
         checkpoint.read_codes("a.weight", (7, 7), False, None)
+
+
+def test_without_an_index_of_groups_the_config_says_how_long_they_are():
+    pieces, weights = layer("gptq", num_in=192, group=128)
+    pieces.pop("g_idx")
+    config = GPTQ | {"group_size": 128}
+    assert torch.equal(take_apart(scheme_of(config, "m"), pieces, "layer").widened(), weights)
+    pieces, _ = layer("gptq", num_in=200, group=96)
+    pieces.pop("g_idx")
+    with pytest.raises(ShardError, match=r"layer: .* 3 scales for 200 inputs, groups of \[64\]"):
+        take_apart(scheme_of(GPTQ, "m"), pieces, "layer")
 
 
 def test_scales_that_f16_does_not_hold_leave_the_layer_to_be_widened():
