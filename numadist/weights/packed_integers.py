@@ -21,7 +21,7 @@ _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a folder's layers are quantized. zero_offset: what GPTQ's zeros lack. group_sizes: inputs of a scale, of any."""
+    """How a folder's layers are quantized. zero_offset: what GPTQ's zeros lack. group_sizes: of any layers."""
 
     method: str
     bits: int
