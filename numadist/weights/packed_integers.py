@@ -6,7 +6,7 @@ int-quantized of compressed-tensors. Shapes: K inputs, N outputs, S scales an ou
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,12 +21,16 @@ _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a folder's layers are quantized. zero_offset: what GPTQ's zeros lack. group_sizes: of any layers."""
+    """How a folder's layers are quantized. zero_offset: what GPTQ's zeros lack. group_sizes: of any layers.
+
+    required: pieces that no layer does without, of those that others may lack.
+    """
 
     method: str
     bits: int
     zero_offset: int = 0
     group_sizes: frozenset[int] = frozenset()
+    required: frozenset[str] = frozenset()
 
     @property
     def pieces(self) -> tuple[str, ...]:
@@ -58,7 +62,8 @@ def scheme_of(config: Mapping[str, Any] | None, where: object) -> Scheme | None:
     if method == "gptq":
         version = str(config.get("checkpoint_format", "gptq"))
         if config.get("bits") in (4, 8) and version in ("gptq", "gptq_v2"):
-            return Scheme("gptq", config["bits"], int(version == "gptq"), _group_sizes([config]))
+            ordered = frozenset({"g_idx"} if config.get("desc_act") else ())
+            return Scheme("gptq", config["bits"], int(version == "gptq"), _group_sizes([config]), ordered)
         raise _refused(where, f"GPTQ of {config.get('bits')} bits, format {version}")
     if method == "compressed-tensors":
         return _compressed(config, where)
@@ -73,13 +78,22 @@ def _compressed(config: Mapping[str, Any], where: object) -> Scheme:
     wanted = {"pack-quantized": ({4}, {8}), "int-quantized": ({8},)}.get(form, ())
     if bits not in wanted or any(w.get("type", "int") != "int" for w in weights):
         raise _refused(where, f"compressed-tensors of format {form}, {sorted(map(str, bits))} bits")
-    return Scheme(form, bits.pop(), group_sizes=_group_sizes(weights))
+    required = set()
+    if all(w.get("symmetric") is False for w in weights):
+        required.add("weight_zero_point")
+    if all(w.get("actorder") in ("group", "dynamic") for w in weights):
+        required.add("weight_g_idx")
+    return Scheme(form, bits.pop(), 0, _group_sizes(weights), frozenset(required))
 
 
 def _group_sizes(options: Sequence[Mapping[str, Any]]) -> frozenset[int]:
-    """None or -1 is one scale an output."""
-    sizes = (one.get("group_size", one.get("q_group_size")) for one in options)
-    return frozenset(size for size in sizes if size is not None and size > 0)
+    """0: of one scale an output. Empty where the config does not say."""
+    sizes = set()
+    for one in options:
+        size = one.get("group_size", one.get("q_group_size"))
+        if size is not None or one.get("strategy") in ("channel", "tensor"):
+            sizes.add(max(0, size or 0))
+    return frozenset(sizes)
 
 
 def _refused(where: object, what: str) -> ShardError:
@@ -111,21 +125,27 @@ def take_apart(scheme: Scheme, pieces: Mapping[str, Tensor], name: str) -> Parts
     Raises: ShardError that says `name`, for some that do not belong together, or scales that are no numbers.
     """
     try:
+        if lacking := sorted(scheme.required - pieces.keys()):
+            raise ValueError(f"no {lacking[0]}")
         parts = _PARTS[scheme.method](scheme, pieces)
         num_out, num_in = parts.codes.shape
         num_scales = parts.scale.shape[1]
-        if len(parts.scale) != num_out or len(parts.group_of) != num_in:
+        if len(parts.scale) != num_out or parts.group_of.shape != (num_in,):
             raise ValueError(
                 f"codes of {num_out} outputs and {num_in} inputs, scales of {list(parts.scale.shape)}"
             )
+        if not parts.scale.is_floating_point():
+            raise ValueError(f"scales are {parts.scale.dtype}")
         if parts.zero is not None and parts.zero.shape != parts.scale.shape:
             raise ValueError(f"scales of {list(parts.scale.shape)}, zeros of {list(parts.zero.shape)}")
         if int(parts.group_of.min()) < 0 or int(parts.group_of.max()) >= num_scales:
             raise ValueError(f"{num_scales} scales for inputs of {int(parts.group_of.max()) + 1} groups")
-    except (KeyError, IndexError, RuntimeError, ValueError) as error:
+    except (KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise ShardError(f"{name}: its quantized tensors do not belong together: {error}") from error
     if not parts.scale.isfinite().all():
         raise ShardError(f"{name} has scales that are no numbers; the file is damaged")
+    if parts.zero is not None and (parts.zero == 1 << (parts.bits - 1)).all():
+        return replace(parts, zero=None)
     return parts
 
 
@@ -137,9 +157,7 @@ def _gptq(scheme: Scheme, pieces: Mapping[str, Tensor]) -> Parts:
     group_of = pieces.get("g_idx")
     if group_of is None:
         group_of = _even_groups(scheme, len(codes_KN), len(scale_SN))
-    return Parts(
-        scheme.bits, codes_KN.t(), scale_SN.t(), _unless_middle(zeros.t(), scheme.bits), group_of.long()
-    )
+    return Parts(scheme.bits, codes_KN.t(), scale_SN.t(), zeros.t(), group_of.long())
 
 
 def _awq(scheme: Scheme, pieces: Mapping[str, Tensor]) -> Parts:
@@ -150,17 +168,16 @@ def _awq(scheme: Scheme, pieces: Mapping[str, Tensor]) -> Parts:
     codes_KN, scale_SN = in_order(pieces["qweight"]), pieces["scales"]
     zeros = in_order(pieces["qzeros"]).to(torch.int16)
     groups = _even_groups(scheme, len(codes_KN), len(scale_SN))
-    return Parts(4, codes_KN.t(), scale_SN.t(), _unless_middle(zeros.t(), 4), groups)
+    return Parts(4, codes_KN.t(), scale_SN.t(), zeros.t(), groups)
 
 
 def _packed(scheme: Scheme, pieces: Mapping[str, Tensor]) -> Parts:
-    num_out, num_in = pieces["weight_shape"].tolist()
+    num_out, num_in = pieces["weight_shape"].long().tolist()
     codes_NK = _words(pieces["weight_packed"], scheme.bits)[:num_out, :num_in]
-    scale_NS = pieces["weight_scale"]
+    scale_NS = _of_outputs(pieces["weight_scale"], num_out)
     zeros = pieces.get("weight_zero_point")
     if zeros is not None:
         zeros = _words(zeros.t().contiguous(), scheme.bits).t()[:num_out].to(torch.int16)
-        zeros = _unless_middle(zeros, scheme.bits)
     group_of = pieces.get("weight_g_idx")
     if group_of is None or (group_of < 0).any():
         group_of = _even_groups(scheme, num_in, scale_NS.shape[1])
@@ -168,11 +185,13 @@ def _packed(scheme: Scheme, pieces: Mapping[str, Tensor]) -> Parts:
 
 
 def _whole_numbers(scheme: Scheme, pieces: Mapping[str, Tensor]) -> Parts:
+    if pieces["weight"].dtype is not torch.int8:
+        raise ValueError(f"numbers are {pieces['weight'].dtype}, not int8")
     codes_NK = (pieces["weight"].to(torch.int16) + 128).to(torch.uint8)
-    scale_NS = pieces["weight_scale"].view(-1, pieces["weight_scale"].shape[-1]).expand(len(codes_NK), -1)
+    scale_NS = _of_outputs(pieces["weight_scale"], len(codes_NK))
     zeros = pieces.get("weight_zero_point")
     if zeros is not None:
-        zeros = _unless_middle(zeros.to(torch.int16).expand(len(codes_NK), -1) + 128, 8)
+        zeros = _of_outputs(zeros, len(codes_NK)).to(torch.int16) + 128
     return Parts(8, codes_NK, scale_NS, zeros, _even_groups(scheme, codes_NK.shape[1], scale_NS.shape[1]))
 
 
@@ -181,24 +200,30 @@ _PARTS = {"gptq": _gptq, "awq": _awq, "pack-quantized": _packed, "int-quantized"
 
 def _words(words: Tensor, bits: int) -> Tensor:
     """Numbers of so many bits in int32 words, lowest bits first: [R, C] -> uint8 [R, C * 32 / bits]."""
+    if words.dtype is not torch.int32:
+        raise ValueError(f"numbers are packed in {words.dtype}, not in int32")
     bytes_ = words.contiguous().view(torch.uint8)
     if bits == 8:
         return bytes_
     return torch.stack([bytes_ & 0xF, bytes_ >> 4], -1).flatten(1)
 
 
+def _of_outputs(values: Tensor, num_out: int) -> Tensor:
+    """[N, S] of what a file may keep as one number of the whole layer, or one of each output."""
+    if values.dim() == 1:
+        values = values[:, None]
+    return values.expand(num_out, 1) if values.numel() == 1 else values
+
+
 def _even_groups(scheme: Scheme, num_in: int, num_scales: int) -> Tensor:
     """Where the file does not say which inputs a scale is for; the last scale may be for fewer than the others."""
-    sizes = [size for size in scheme.group_sizes if math.ceil(num_in / size) == num_scales]
-    if not sizes and num_in % num_scales == 0:
-        sizes = [num_in // num_scales]
+    sizes = {size or num_in for size in scheme.group_sizes}
+    if not sizes and num_scales > 0 and num_in % num_scales == 0:
+        sizes = {num_in // num_scales}
+    sizes = {size for size in sizes if size > 0 and math.ceil(num_in / size) == num_scales}
     if len(sizes) != 1:
         raise ValueError(f"{num_scales} scales for {num_in} inputs, groups of {sorted(scheme.group_sizes)}")
-    return torch.arange(num_in) // sizes[0]
-
-
-def _unless_middle(zeros: Tensor, bits: int) -> Tensor | None:
-    return None if (zeros == 1 << (bits - 1)).all() else zeros
+    return torch.arange(num_in) // sizes.pop()
 
 
 def coded(parts: Parts, outputs: Tensor | None) -> Quantized | None:

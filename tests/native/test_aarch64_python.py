@@ -24,7 +24,6 @@ TORCH = "2.10.0"
 PLATFORM = "manylinux_2_28_aarch64"
 # These need no compiler, which torch.compile does, and start no other Python, which qemu-user would have to be told.
 UNIT_TESTS = [
-    "cache",
     "kernels",
     "memory",
     "topology",

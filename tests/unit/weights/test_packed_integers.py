@@ -15,8 +15,14 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 
 
-def compressed(form, bits, group=64):
-    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": group}
+def compressed(form, bits, group=64, **options):
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "strategy": "group" if group else "channel",
+        "group_size": group,
+    }
+    weights |= options
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -27,17 +33,23 @@ def compressed(form, bits, group=64):
 CASES = [
     (GPTQ, {"method": "gptq"}),
     (GPTQ, {"method": "gptq", "symmetric": True}),
-    (GPTQ, {"method": "gptq", "act_order": True}),
-    (GPTQ, {"method": "gptq", "act_order": True, "symmetric": True, "num_in": 200, "group": 40}),
+    (GPTQ | {"desc_act": True}, {"method": "gptq", "act_order": True}),
+    (
+        GPTQ | {"desc_act": True},
+        {"method": "gptq", "act_order": True, "symmetric": True, "num_in": 200, "group": 40},
+    ),
     (GPTQ | {"bits": 8}, {"method": "gptq", "bits": 8, "symmetric": True}),
     (GPTQ | {"checkpoint_format": "gptq_v2"}, {"method": "gptq", "offset": 0}),
     (AWQ, {"method": "awq"}),
-    (AWQ, {"method": "awq", "group": 32}),
+    (AWQ | {"group_size": 32}, {"method": "awq", "group": 32}),
     (AWQ | {"group_size": -1}, {"method": "awq", "group": 256}),
     (AWQ | {"group_size": 128}, {"method": "awq", "num_in": 192, "group": 128}),
     (compressed("pack-quantized", 4), {"method": "pack-quantized", "symmetric": True}),
-    (compressed("pack-quantized", 4), {"method": "pack-quantized", "group": 128}),
-    (compressed("pack-quantized", 4), {"method": "pack-quantized", "symmetric": True, "act_order": True}),
+    (compressed("pack-quantized", 4, 128, symmetric=False), {"method": "pack-quantized", "group": 128}),
+    (
+        compressed("pack-quantized", 4, actorder="group"),
+        {"method": "pack-quantized", "symmetric": True, "act_order": True},
+    ),
     (compressed("pack-quantized", 8), {"method": "pack-quantized", "bits": 8, "symmetric": True}),
     (
         compressed("pack-quantized", 4, 128),
@@ -101,9 +113,51 @@ def test_without_an_index_of_groups_the_config_says_how_long_they_are():
 def test_scales_that_f16_does_not_hold_leave_the_layer_to_be_widened():
     pieces, _ = layer("int-quantized", bits=8, symmetric=True, group=256)
     pieces["weight_scale"] = torch.rand(16, 1) + 1e-9
-    parts = take_apart(scheme_of(compressed("int-quantized", 8), "m"), pieces, "layer")
+    parts = take_apart(scheme_of(compressed("int-quantized", 8, None), "m"), pieces, "layer")
     assert coded(parts, None) is None
     assert torch.equal(parts.widened(), pieces["weight"].float() * pieces["weight_scale"])
+
+
+def test_one_scale_of_an_output_or_of_the_layer_may_be_kept_flat():
+    pieces, weights = layer("int-quantized", bits=8, symmetric=True, group=256)
+    scheme = scheme_of(compressed("int-quantized", 8, None), "m")
+    flat = take_apart(scheme, pieces | {"weight_scale": pieces["weight_scale"].flatten()}, "layer")
+    assert torch.equal(flat.widened(), weights)
+    one = take_apart(scheme, pieces | {"weight_scale": torch.tensor([0.5])}, "layer")
+    assert torch.equal(one.widened(), 0.5 * pieces["weight"])
+
+
+CHANGES = {
+    "taken away": lambda t: None,
+    "without a row": lambda t: t[:-1],
+    "without all rows": lambda t: t[:0],
+    "without a column": lambda t: t[..., :-1],
+    "without all columns": lambda t: t[..., :0],
+    "twice": lambda t: torch.cat([t, t]),
+    "flat": lambda t: t.flatten(),
+    "turned": lambda t: t.t().contiguous() if t.dim() == 2 else t[None],
+    "other numbers": lambda t: t.to(torch.float64 if t.is_floating_point() else torch.float32),
+    "wider numbers": lambda t: t if t.is_floating_point() else t.to(torch.int64),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("config", "how"), CASES)
+def test_damaged_tensors_are_refused_or_mean_the_same(config, how, change):
+    """Or make a layer of another size, which is none of the model's."""
+    pieces, weights = layer(**how)
+    for name, tensor in pieces.items():
+        changed = CHANGES[change](tensor)
+        if changed is not None and changed.shape == tensor.shape and changed.dtype is tensor.dtype:
+            continue
+        seen = {key: value for key, value in pieces.items() if key != name}
+        if changed is not None:
+            seen[name] = changed
+        try:
+            parts = take_apart(scheme_of(config, "m"), seen, "layer")
+        except ShardError:
+            continue
+        assert parts.codes.shape != weights.shape or torch.equal(parts.widened(), weights), name
 
 
 @pytest.mark.parametrize(
@@ -131,6 +185,7 @@ def test_tensors_that_do_not_belong_together_name_their_layer():
         lambda p: p.update(qzeros=p["qzeros"][:1]),
         lambda p: p.update(g_idx=p["g_idx"] + 1),
         lambda p: p.update(g_idx=p["g_idx"][:9]),
+        lambda p: (p.pop("g_idx"), p.update(scales=p["scales"][:0], qzeros=p["qzeros"][:0])),
     ):
         pieces, _ = layer("gptq")
         change(pieces)
