@@ -19,6 +19,7 @@ _ALIGNMENT = "general.alignment"
 # struct's letters of the types of fields, by their numbers; 8 is a string, 9 a list.
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _LIST = 8, 9
+_MOST_DIMS = 4  # ggml's GGML_MAX_DIMS
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def read_header(path: str | Path, wanted: Callable[[str], bool] = lambda key: Fa
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data, wanted).header()
-    except (struct.error, UnicodeDecodeError, KeyError, IndexError) as e:
+    except (struct.error, UnicodeDecodeError, KeyError, IndexError, OverflowError) as e:
         raise ShardError(
             f"{path} is no GGUF file: its header cannot be read: {type(e).__name__}: {e}"
         ) from None
@@ -83,6 +84,13 @@ class _Reader:
                 fields[key] = self.value(kind)
         listed = [self.tensor() for _ in range(num_tensors)]
         step = int(fields.get(_ALIGNMENT, 32))
+        if step <= 0:
+            raise ValueError(f"{_ALIGNMENT} is {step}")
+        place = 0
+        for name, _, _, size, at in listed:
+            if at != place:
+                raise ValueError(f"{name} is said to lie at {at}, the tensor before it ends at {place}")
+            place += -(-size // step) * step
         start = -(-self.at // step) * step
         tensors = [GgufTensor(name, shape, kind, size, start + at) for name, shape, kind, size, at in listed]
         if any(t.data_offset + t.n_bytes > len(self.data) for t in tensors):
@@ -119,13 +127,19 @@ class _Reader:
         return list(struct.unpack_from(f"<{count}{letter}", self.data, begin)) if is_wanted else int(count)
 
     def skip_string(self) -> None:
-        self.at += 8 + int.from_bytes(self.data[self.at : self.at + 8], "little")
+        size = self.number("Q")
+        self.at += size
+        if self.at > len(self.data):
+            raise ValueError("it is cut off")
 
     def tensor(self) -> tuple[str, tuple[int, ...], Any, int, int]:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name = self.string()
-        shape = tuple(self.number("Q") for _ in range(self.number("I")))
+        num_dims = self.number("I")
+        if num_dims > _MOST_DIMS:
+            raise ValueError(f"{name} has {num_dims} dims, at most {_MOST_DIMS} are known")
+        shape = tuple(self.number("Q") for _ in range(num_dims))
         kind = GGMLQuantizationType(self.number("I"))
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if shape and shape[0] % block:

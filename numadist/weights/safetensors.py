@@ -9,6 +9,7 @@ import math
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -213,18 +214,48 @@ def _read_indexed(folder: Path) -> dict[str, _Entry]:
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
+    """As the safetensors library does, which has tensors lie one behind the other and nothing else in the file."""
     try:
+        size = path.stat().st_size
         with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-    except (OSError, ValueError, struct.error) as e:
+            if length > size - 8:
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = dict(json.loads(file.read(length)))
+        header.pop("__metadata__", None)
+        places = {name: _place(name, info) for name, info in header.items()}
+    except (OSError, TypeError, ValueError, struct.error) as e:
         raise ShardError(f"{path} is no safetensors file: {e}") from None
-    entries = {}
-    for name, info in header.items():
-        if name == "__metadata__":
-            continue
-        dtype = _DTYPES.get(info["dtype"])
+    at = 0
+    for name, (begin, end) in sorted(places.items(), key=lambda item: item[1]):
+        dtype = _DTYPES.get(header[name]["dtype"])
         if dtype is None:
-            raise ShardError(f"{path}: {name} has dtype {info['dtype']}, which numadist cannot read")
-        entries[name] = _Entry(path, dtype, tuple(info["shape"]), 8 + length + info["data_offsets"][0])
-    return entries
+            raise ShardError(f"{path}: {name} has dtype {header[name]['dtype']}, which numadist cannot read")
+        num_bytes = math.prod(header[name]["shape"]) * dtype.itemsize
+        if (begin, end) != (at, at + num_bytes):
+            raise ShardError(
+                f"{path} is damaged: {name} is said to lie at {begin} to {end}; the one before ends at {at}, and it "
+                f"has {num_bytes} bytes"
+            )
+        at = end
+    first = 8 + length
+    if first + at > size:
+        raise ShardError(f"{path} is truncated: {first + at - size} bytes missing at {size}")
+    if first + at < size:
+        raise ShardError(f"{path} is damaged: {size - first - at} bytes lie behind its tensors")
+    return {
+        name: _Entry(path, _DTYPES[info["dtype"]], tuple(info["shape"]), first + places[name][0])
+        for name, info in header.items()
+    }
+
+
+def _place(name: str, info: Any) -> tuple[int, int]:
+    """Begin and end of a tensor. Raises: ValueError if it is not described as the format says."""
+    try:
+        (begin, end), shape, dtype = info["data_offsets"], info["shape"], info["dtype"]
+        sound = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (begin, end, *shape))
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise ValueError(f"{name} is described by {info}")
+    return begin, end

@@ -1,6 +1,7 @@
 """Reading slices of safetensors files, and models without memory for their weights."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -177,6 +178,38 @@ def test_an_empty_folder_a_truncated_file_and_a_wrong_shape_are_clear_errors(tmp
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ShardError, match="truncated: 10 bytes missing"):
         SafetensorsCheckpoint(path).read_into(torch.empty(8, 8), "w", Shard({}), 0)
+
+
+def test_a_file_with_any_byte_of_its_header_changed_is_refused_where_the_library_refuses_it(tmp_path):
+    path = tmp_path / "m.safetensors"
+    safetensors_torch.save_file({"a": torch.arange(12.0).view(3, 4), "b": torch.arange(7).half()}, path)
+    whole = path.read_bytes()
+    for at in range(8 + int.from_bytes(whole[:8], "little")):
+        for value in {0, 0x7F, 0xFF, *b'9"-.b', whole[at] ^ 1} - {whole[at]}:
+            path.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
+            try:
+                wanted = safetensors_torch.load_file(path)
+            except Exception:  # of several kinds
+                with pytest.raises(ShardError, match=re.escape(str(path))):
+                    SafetensorsCheckpoint(path)
+                continue
+            checkpoint = SafetensorsCheckpoint(path)
+            for name, tensor in wanted.items():
+                out = torch.empty_like(tensor)
+                checkpoint.read_into(out, name, Shard({}), 0)
+                assert torch.equal(out, tensor)
+
+
+def test_bytes_behind_the_tensors_and_a_header_longer_than_the_file_are_refused(tmp_path):
+    path = tmp_path / "m.safetensors"
+    safetensors_torch.save_file({"w": torch.ones(3)}, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"more")
+    with pytest.raises(ShardError, match="damaged: 4 bytes lie behind its tensors"):
+        SafetensorsCheckpoint(path)
+    path.write_bytes((1 << 60).to_bytes(8, "little") + whole[8:])
+    with pytest.raises(ShardError, match=f"a header of {1 << 60} bytes in a file of {len(whole)}"):
+        SafetensorsCheckpoint(path)
 
 
 def test_a_dtype_we_do_not_know_is_named(tmp_path):

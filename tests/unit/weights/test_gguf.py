@@ -128,6 +128,24 @@ def test_a_header_is_read_as_the_package_gguf_reads_it(tmp_path):
     ]
 
 
+def test_a_header_with_any_byte_changed_is_read_or_refused(tmp_path):
+    """It may be a sound header then, of other names or numbers; but never one that needs more than the file."""
+    small_file(tmp_path / "m.gguf")
+    whole = (tmp_path / "m.gguf").read_bytes()
+    end = min(tensor.data_offset for tensor in read_header(tmp_path / "m.gguf").tensors)
+    refused = 0
+    for at in range(end):
+        for value in {0, 0x7F, 0xFF, whole[at] ^ 1} - {whole[at]}:
+            (tmp_path / "m.gguf").write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
+            try:
+                tensors = read_header(tmp_path / "m.gguf").tensors
+            except ShardError:
+                refused += 1
+                continue
+            assert all(tensor.data_offset + tensor.n_bytes <= len(whole) for tensor in tensors)
+    assert refused > end
+
+
 def test_a_file_cut_off_anywhere_is_a_clear_error(tmp_path):
     small_file(tmp_path / "m.gguf")
     whole = (tmp_path / "m.gguf").read_bytes()
