@@ -75,21 +75,23 @@ int nd_touch(void* addr, size_t bytes) {
 // move_pages knows no node (ENOENT, of a huge page EFAULT) of what the kernel moves just now, to make room for huge pages,
 // or has marked to see who uses it (automatic NUMA balancing). Such a page is resident, which one never touched is not, and
 // reading it waits for the end of the move and takes the mark away.
-static bool is_hidden(void* page, int32_t node) {
+static bool read_if_hidden(void* page, int32_t node) {
   unsigned char resident = 0;
   if (node >= 0 || mincore(page, page_size(), &resident) != 0 || !(resident & 1)) return false;
   static_cast<void>(*static_cast<volatile char*>(page));
   return true;
 }
 
-// The nodes of n pages, at most kBatch; 0 or -errno. *tries: how often those that were hidden may still be asked for again.
 constexpr size_t kBatch = 1024;
+
+// The nodes of n pages, at most kBatch; 0 or -errno. *tries: how often those that were hidden may still be asked for again.
 static int batch_nodes(char* first, size_t n, int* tries, int32_t* nodes) {
   void* asked[kBatch];
   size_t index[kBatch];
   int32_t seen[kBatch];
+  const size_t page = page_size();
   for (size_t i = 0; i < n; ++i) {
-    asked[i] = first + i * page_size();
+    asked[i] = first + i * page;
     index[i] = i;
   }
   for (;;) {
@@ -98,7 +100,7 @@ static int batch_nodes(char* first, size_t n, int* tries, int32_t* nodes) {
     size_t again = 0;
     for (size_t i = 0; i < n; ++i) {
       nodes[index[i]] = seen[i];
-      if (!is_hidden(asked[i], seen[i])) continue;
+      if (!read_if_hidden(asked[i], seen[i])) continue;
       index[again] = index[i];
       asked[again++] = asked[i];
     }
@@ -111,10 +113,10 @@ static int batch_nodes(char* first, size_t n, int* tries, int32_t* nodes) {
 int nd_page_nodes(const void* addr, size_t bytes, int32_t* nodes) {
   const Pages pages(addr, bytes);
   int tries = 200;  // of the whole range: the zero page is resident, yet on no node
-  int result = 0;
-  for (size_t done = 0; done < pages.count && result == 0; done += kBatch) {
+  for (size_t done = 0; done < pages.count; done += kBatch) {
     const size_t n = pages.count - done < kBatch ? pages.count - done : kBatch;
-    result = batch_nodes(pages.first + done * page_size(), n, &tries, nodes + done);
+    const int failed = batch_nodes(pages.first + done * page_size(), n, &tries, nodes + done);
+    if (failed != 0) return failed;
   }
-  return result;
+  return 0;
 }

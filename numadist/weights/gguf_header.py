@@ -103,9 +103,8 @@ class _Reader:
         return found
 
     def string(self) -> str:
-        size = self.number("Q")
-        self.at += size
-        return self.data[self.at - size : self.at].decode()
+        begin = self.skip_string()
+        return self.data[begin : self.at].decode()
 
     def value(self, kind: int) -> Any:
         return self.string() if kind == _STRING else self.number(_SCALARS[kind])
@@ -126,11 +125,13 @@ class _Reader:
         begin, self.at = self.at, self.at + count * struct.calcsize(f"<{letter}")
         return list(struct.unpack_from(f"<{count}{letter}", self.data, begin)) if is_wanted else int(count)
 
-    def skip_string(self) -> None:
-        size = self.number("Q")
+    def skip_string(self) -> int:
+        """Where its characters begin."""
+        size, begin = self.number("Q"), self.at
         self.at += size
         if self.at > len(self.data):
             raise ValueError("it is cut off")
+        return begin
 
     def tensor(self) -> tuple[str, tuple[int, ...], Any, int, int]:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
